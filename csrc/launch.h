@@ -1,0 +1,37 @@
+// launch.h: one declaration for each thing that can run. CUDA functions take a cudaStream_t as void* and return a cudaError_t as int.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "plan.h"
+#include "problem.h"
+#include "scatter.h"
+
+namespace onnx_attn {
+
+namespace cuda {
+
+int query_device(int index, Device* device);
+const char* error_text(int error);
+
+int append(const Problem& problem, void* stream);                                   // kernels/append.cu
+int general(const Problem& problem, const Plan& plan, void* stream);                // kernels/general.cu
+int tensor_scatter(const Scatter& scatter, void* stream);                           // kernels/scatter.cu
+int valid_kv_length(const ValidLength& problem, void* stream);                      // kernels/scatter.cu
+
+}  // namespace cuda
+
+namespace cpu {
+
+// Runs body(begin, end) over chunks of [0, count), on as many threads as the host framework allows. Must not throw.
+using ParallelFor = std::function<void(int64_t count, const std::function<void(int64_t, int64_t)>& body)>;
+
+void append(const Problem& problem, const ParallelFor& parallel_for);               // cpu/append.cpp
+void attention(const Problem& problem, const ParallelFor& parallel_for);            // cpu/attention.cpp
+void tensor_scatter(const Scatter& scatter, const ParallelFor& parallel_for);       // cpu/scatter.cpp
+void valid_kv_length(const ValidLength& problem, const ParallelFor& parallel_for);  // cpu/scatter.cpp
+
+}  // namespace cpu
+
+}  // namespace onnx_attn
