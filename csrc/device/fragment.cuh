@@ -1,0 +1,108 @@
+// fragment.cuh: tiles in shared memory, and which lane holds which element of them for mma.sync m16n8k16.
+#pragma once
+
+#include "ptx_sm80.cuh"
+
+namespace onnx_attn::device {
+
+// Float results of a warp: kRowTiles * 16 rows by kColumnTiles * 8 columns. Element e of value[i][j] has row
+// 16 * i + 8 * (e / 2) + lane / 4 and column 8 * j + 2 * (lane % 4) + e % 2, so a lane holds 2 * kRowTiles rows and four
+// lanes share each of them.
+template <int kRowTiles, int kColumnTiles>
+struct Accumulator {
+  float value[kRowTiles][kColumnTiles][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) value[i][j][e] = 0.0f;
+  }
+
+  // Calls body(element, row, column) for every element; `row` counts this lane's rows from 0, `column` lacks the lane's part.
+  template <class Body>
+  __device__ __forceinline__ void for_each(Body&& body) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) body(value[i][j][e], 2 * i + e / 2, 8 * j + e % 2);
+  }
+};
+
+__device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
+__device__ __forceinline__ int fragment_row(int lane_row) { return 8 * lane_row + lane_index() / 4; }  // in the warp's rows
+__device__ __forceinline__ int fragment_column() { return 2 * (lane_index() % 4); }                    // the lane's part of a column
+
+// Columns 16 * k ... + 15 of a row tile as the left operand of the next product: the same lanes hold the same elements.
+template <class Element>
+__device__ __forceinline__ void pack_operand(uint32_t (&operand)[4], const float (&left)[4], const float (&right)[4]) {
+  operand[0] = pack<Element>(left[0], left[1]);
+  operand[1] = pack<Element>(left[2], left[3]);
+  operand[2] = pack<Element>(right[0], right[1]);
+  operand[3] = pack<Element>(right[2], right[3]);
+}
+
+// kRows x kColumns 16-bit elements. The 16-byte chunks of a row are permuted (XORed with a key made from the row) so that
+// the eight rows of one ldmatrix matrix fall into different banks.
+template <int kRows, int kColumns>
+struct SwizzledTile {
+  static_assert(kColumns % 32 == 0);
+  static constexpr int kChunks = kColumns / 8;  // of 16 bytes
+  static constexpr int kPitch = kColumns * 2;
+  static constexpr int kBytes = kRows * kPitch;
+  static constexpr int kSpan = kChunks % 8 == 0 ? 8 : 4;  // chunks that trade places among each other
+
+  // Rows of an odd number of spans of 4 alternate between the halves of the 128 bytes of banks: a key serves two rows.
+  __device__ static __forceinline__ int key(int row) { return kSpan == 8 ? row % 8 : row / 2 % 4; }
+  __device__ static __forceinline__ uint32_t offset(int row, int chunk) { return row * kPitch + ((chunk ^ key(row)) << 4); }
+};
+
+// Addresses that a lane gives to ldmatrix to read 16x16 blocks of a SwizzledTile. Key order, for a right operand whose
+// rows are the n index (K): matrices are (rows 0-7, low columns), (rows 0-7, high), (rows 8-15, low), (rows 8-15, high).
+// Row order, for a left operand (Q) and a transposed right one (V): (rows 0-7, low), (rows 8-15, low), (rows 0-7, high), ...
+enum class BlockOrder { rows_first, columns_first };
+
+template <class Tile, BlockOrder kOrder>
+struct BlockReader {
+  uint32_t row_start;
+  uint32_t lane_chunk;  // in bytes
+
+  __device__ __forceinline__ explicit BlockReader(uint32_t tile) {
+    const int lane = lane_index();
+    const int row = kOrder == BlockOrder::rows_first ? lane % 16 : lane % 8 + lane / 16 * 8;
+    const int chunk = kOrder == BlockOrder::rows_first ? lane / 16 : lane / 8 % 2;
+    row_start = tile + row * Tile::kPitch;
+    lane_chunk = (chunk ^ Tile::key(row)) << 4;
+  }
+  // Block (i, j) covers rows 16 * i and columns 16 * j on. Only the XOR needs an instruction when i and j are constants.
+  __device__ __forceinline__ uint32_t operator()(int i, int j) const {
+    constexpr int kSpanBytes = Tile::kSpan * 16;
+    return row_start + i * 16 * Tile::kPitch + j * 32 / kSpanBytes * kSpanBytes + (static_cast<uint32_t>(j * 32 % kSpanBytes) ^ lane_chunk);
+  }
+};
+
+// Starts copying kRows rows of up to kColumns elements into a SwizzledTile, with zeros for rows at or past `rows` and for
+// chunks at or past `chunks`, none of which are read. All kThreads threads call it.
+template <int kRows, int kColumns, int kThreads, class Element>
+__device__ __forceinline__ void load_tile_async(uint32_t tile, const Element* source, int64_t row_stride, int rows, int chunks) {
+  using Tile = SwizzledTile<kRows, kColumns>;
+  constexpr int kRowStep = kThreads / Tile::kSpan;
+  static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0, "a thread keeps its swizzle key");
+  const int first_row = threadIdx.x / Tile::kSpan, first_chunk = threadIdx.x % Tile::kSpan;
+  const uint32_t target = tile + Tile::offset(first_row, first_chunk);
+  source += first_row * row_stride + first_chunk * 8;
+#pragma unroll
+  for (int row = 0; row < kRows; row += kRowStep) {
+#pragma unroll
+    for (int chunk = 0; chunk < Tile::kChunks; chunk += Tile::kSpan) {
+      const bool exists = first_row + row < rows && first_chunk + chunk < chunks;
+      copy_async_16(target + row * Tile::kPitch + chunk * 16, source + row * row_stride + chunk * 8, exists ? 16 : 0);
+    }
+  }
+}
+
+}  // namespace onnx_attn::device

@@ -1,0 +1,76 @@
+// softmax.cuh: the running maximum and sum of a softmax that sees its row a tile at a time, in base 2.
+#pragma once
+
+#include "fragment.cuh"
+
+namespace onnx_attn::device {
+
+// The weight of score s is 2^(s * unit - reference), where reference is the row's maximum, or one up to kSlack binary
+// orders below it: moving the reference costs a multiplication of every output element, and the quotient in which the
+// softmax ends does not depend on it. Weights up to 2^kSlack fit every 16-bit type.
+template <int kRows>
+struct RunningSoftmax {
+  static constexpr float kSlack = 8.0f;
+
+  float row_max[kRows];  // in scores; the one that the reference was made from. -inf: no allowed key yet
+  float row_sum[kRows];  // of this lane's columns until finish()
+
+  __device__ __forceinline__ RunningSoftmax() {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      row_max[r] = -INFINITY;
+      row_sum[r] = 0.0f;
+    }
+  }
+
+  // Takes note of a tile's scores. True when some row of the warp moved its reference: earlier output is to be multiplied
+  // by correction[row], which is 1 for the rows that did not move.
+  template <int kColumnTiles>
+  __device__ __forceinline__ bool advance(Accumulator<kRows / 2, kColumnTiles>& scores, float unit, float (&correction)[kRows]) {
+    float tile_max[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) tile_max[r] = row_max[r];
+    scores.for_each([&](float score, int row, int) { tile_max[row] = fmaxf(tile_max[row], score); });
+    bool moved = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      tile_max[r] = fmaxf(tile_max[r], __shfl_xor_sync(~0u, tile_max[r], 1));
+      tile_max[r] = fmaxf(tile_max[r], __shfl_xor_sync(~0u, tile_max[r], 2));
+      const float rise = (tile_max[r] - row_max[r]) * unit;  // NaN while the row is empty: it stays
+      correction[r] = 1.0f;
+      if (rise > kSlack) {
+        correction[r] = exp2_fast(-rise);
+        row_max[r] = tile_max[r];
+        row_sum[r] *= correction[r];
+        moved = true;
+      }
+    }
+    return __any_sync(~0u, moved);
+  }
+
+  // What weight() subtracts. Zero for an empty row, so that its -inf scores get weight 0 and not NaN.
+  __device__ __forceinline__ float reference(int row, float unit) const { return row_max[row] == -INFINITY ? 0.0f : row_max[row] * unit; }
+
+  __device__ __forceinline__ float weight(float score, int row, float unit, float reference) {
+    const float weight = exp2_fast(fmaf(score, unit, -reference));
+    row_sum[row] += weight;
+    return weight;
+  }
+
+  // Adds the four lanes of each row. Call once, after the last tile.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
+      row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
+    }
+  }
+  __device__ __forceinline__ bool is_empty(int row) const { return row_sum[row] == 0.0f; }  // a largest score has weight >= 1
+  __device__ __forceinline__ float inverse_sum(int row) const { return is_empty(row) ? 0.0f : 1.0f / row_sum[row]; }
+  __device__ __forceinline__ float log_sum_exp(int row, float unit) const {  // natural
+    constexpr float kLn2 = 0.6931471805599453f;
+    return is_empty(row) ? -INFINITY : (row_max[row] * unit + log2f(row_sum[row])) * kLn2;
+  }
+};
+
+}  // namespace onnx_attn::device

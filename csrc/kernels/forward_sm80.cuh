@@ -1,0 +1,347 @@
+// forward_sm80.cuh: attention forward with mma.sync, for every GPU from compute capability 8.0 on and every feature of a Problem
+// except score outputs and beams.
+//
+// A thread block owns a block of query rows of one head and walks the keys it can see from the last tile to the first. Each
+// warp owns whole rows, so the softmax needs no other warp. One K and one V buffer are enough: V of a tile arrives while
+// Q K^T is computed, the next K while the softmax and the product with V are. Two or three blocks share a multiprocessor;
+// one block's tensor work hides the other's exponentials.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <type_traits>
+
+#include "../device/softmax.cuh"
+#include "forward_sm80_params.h"
+
+namespace onnx_attn::forward_sm80_kernel {
+
+using namespace device;
+
+// kRowTiles: 16-row tiles of a warp. Two of them halve the shared memory reads per product, but O takes
+// kRowTiles * kHeadSize / 2 registers, so head sizes above 128 have one.
+template <int kHeadSize_, int kRowTiles_, int kKeys_, bool kQueriesInRegisters_, int kBlocksPerMultiprocessor_>
+struct TileShape {
+  static constexpr int kHeadSize = kHeadSize_;
+  static constexpr int kRowTiles = kRowTiles_;
+  static constexpr int kKeys = kKeys_;
+  static constexpr bool kQueriesInRegisters = kQueriesInRegisters_;
+  static constexpr int kBlocksPerMultiprocessor = kBlocksPerMultiprocessor_;
+  static constexpr int kThreads = 128;
+  static constexpr int kWarpRows = 16 * kRowTiles;
+  static constexpr int kRows = kWarpRows * kThreads / 32;
+};
+
+template <class Shape>
+struct SharedMemory {
+  using QueryTile = SwizzledTile<Shape::kRows, Shape::kHeadSize>;  // holds the output rows at the end
+  using KeyTile = SwizzledTile<Shape::kKeys, Shape::kHeadSize>;
+
+  alignas(128) uint8_t queries[QueryTile::kBytes];
+  uint8_t keys[KeyTile::kBytes];
+  uint8_t values[KeyTile::kBytes];
+  alignas(16) float key_padding[Shape::kKeys];
+  // followed by the mask tile
+};
+
+// Q rows with the projection bias added, rounded once. Not asynchronous.
+template <class Shape, class Element>
+__device__ __forceinline__ void load_biased_queries(uint8_t* tile, const Element* source, int64_t row_stride, const Element* bias, int rows,
+                                                    int chunks) {
+  using Tile = typename SharedMemory<Shape>::QueryTile;
+  for (int index = threadIdx.x; index < Shape::kRows * Tile::kChunks; index += Shape::kThreads) {
+    const int row = index / Tile::kChunks, chunk = index % Tile::kChunks;
+    uint4 sum = make_uint4(0, 0, 0, 0);
+    if (row < rows && chunk < chunks) {
+      const uint4 query = *reinterpret_cast<const uint4*>(source + row * row_stride + chunk * 8);
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        const float2 x = unpack<Element>((&query.x)[pair]);
+        const Element* b = bias + chunk * 8 + pair * 2;
+        (&sum.x)[pair] = pack<Element>(x.x + convert<float>(b[0]), x.y + convert<float>(b[1]));
+      }
+    }
+    *reinterpret_cast<uint4*>(tile + Tile::offset(row, chunk)) = sum;
+  }
+}
+
+// All of a warp's Q operands, or (from shared memory) those of the k-step at hand.
+template <class Shape>
+struct Queries {
+  using Reader = BlockReader<typename SharedMemory<Shape>::QueryTile, BlockOrder::rows_first>;
+  static constexpr int kSteps = Shape::kHeadSize / 16;
+
+  Reader reader;
+  uint32_t operand[Shape::kQueriesInRegisters ? kSteps : 1][Shape::kRowTiles][4];
+
+  __device__ __forceinline__ explicit Queries(uint32_t warp_rows) : reader(warp_rows) {}
+  __device__ __forceinline__ void keep_in_registers() {
+    if constexpr (Shape::kQueriesInRegisters) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int i = 0; i < Shape::kRowTiles; ++i) load_matrices(operand[step][i], reader(i, step));
+    }
+  }
+  __device__ __forceinline__ uint32_t (&step(int step))[Shape::kRowTiles][4] {
+    if constexpr (Shape::kQueriesInRegisters) return operand[step];
+#pragma unroll
+    for (int i = 0; i < Shape::kRowTiles; ++i) load_matrices(operand[0][i], reader(i, step));
+    return operand[0];
+  }
+};
+
+template <class Shape>
+using Scores = Accumulator<Shape::kRowTiles, Shape::kKeys / 8>;
+template <class Shape>
+using Output = Accumulator<Shape::kRowTiles, Shape::kHeadSize / 8>;
+
+template <class Element, class Shape, class Reader>
+__device__ __forceinline__ void multiply_keys(Scores<Shape>& scores, Queries<Shape>& queries, const Reader& keys) {
+#pragma unroll
+  for (int step = 0; step < Shape::kHeadSize / 16; ++step) {
+    const auto& query = queries.step(step);
+#pragma unroll
+    for (int j = 0; j < Shape::kKeys / 16; ++j) {
+      uint32_t key[4];
+      load_matrices(key, keys(j, step));
+#pragma unroll
+      for (int i = 0; i < Shape::kRowTiles; ++i) {
+        multiply_accumulate<Element>(scores.value[i][2 * j], query[i], key[0], key[1]);
+        multiply_accumulate<Element>(scores.value[i][2 * j + 1], query[i], key[2], key[3]);
+      }
+    }
+  }
+}
+
+// O += softmax weights * V. Weights are made 16 keys at a time, so that exponentials run beside the products before them.
+template <class Element, class Shape, class Softmax, class Reader>
+__device__ __forceinline__ void accumulate_values(Output<Shape>& output, Scores<Shape>& scores, Softmax& softmax, float unit,
+                                                  const Reader& values) {
+  float reference[2 * Shape::kRowTiles];
+#pragma unroll
+  for (int r = 0; r < 2 * Shape::kRowTiles; ++r) reference[r] = softmax.reference(r, unit);
+#pragma unroll
+  for (int step = 0; step < Shape::kKeys / 16; ++step) {
+    uint32_t weights[Shape::kRowTiles][4];
+#pragma unroll
+    for (int i = 0; i < Shape::kRowTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        float& score = scores.value[i][2 * step + e / 4][e % 4];
+        score = softmax.weight(score, 2 * i + e % 4 / 2, unit, reference[2 * i + e % 4 / 2]);
+      }
+      pack_operand<Element>(weights[i], scores.value[i][2 * step], scores.value[i][2 * step + 1]);
+    }
+#pragma unroll
+    for (int j = 0; j < Shape::kHeadSize / 16; ++j) {
+      uint32_t value[4];
+      load_matrices_transposed(value, values(step, j));
+#pragma unroll
+      for (int i = 0; i < Shape::kRowTiles; ++i) {
+        multiply_accumulate<Element>(output.value[i][2 * j], weights[i], value[0], value[1]);
+        multiply_accumulate<Element>(output.value[i][2 * j + 1], weights[i], value[2], value[3]);
+      }
+    }
+  }
+}
+
+template <int kRowTiles, int kKeyTiles>
+__device__ __forceinline__ void transform_scores(Accumulator<kRowTiles, kKeyTiles>& scores, const ForwardParams& params) {
+  if (params.form == ScoreForm::scaled) {
+    scores.for_each([&](float& score, int, int) { score *= params.scale; });
+  } else if (params.form == ScoreForm::capped) {  // tanh.approx would be off by up to cap / 2000
+    scores.for_each([&](float& score, int, int) {
+      score = fmaf(-2.0f * params.cap, reciprocal_fast(1.0f + exp2_fast(score * params.cap_in)), params.cap);
+    });
+  }
+}
+
+// Divides by the sums, adds the projection bias of V (its weights sum to 1) and stores the warp's rows through `tile`.
+template <class Element, class Shape, class Softmax>
+__device__ __forceinline__ void store_output(Output<Shape>& output, const Softmax& softmax, uint8_t* tile, const ForwardParams& params,
+                                             const Work& work, int warp_row) {
+  using Tile = typename SharedMemory<Shape>::QueryTile;
+  const Problem& problem = params.problem;
+  const int columns = static_cast<int>(problem.v_head_size);
+  float inverse_sum[2 * Shape::kRowTiles];
+#pragma unroll
+  for (int r = 0; r < 2 * Shape::kRowTiles; ++r) inverse_sum[r] = softmax.inverse_sum(r);
+  output.for_each([&](float& value, int row, int) { value *= inverse_sum[row]; });
+  if (problem.v_bias && !problem.append.active) {
+    const Element* bias = static_cast<const Element*>(problem.v_bias) + work.kv_head * problem.v_head_size;
+    output.for_each([&](float& value, int row, int column) {
+      column += fragment_column();
+      if (column < columns && !softmax.is_empty(row)) value += convert<float>(bias[column]);
+    });
+  }
+
+  __syncwarp();  // Q was here: every lane has read its share
+#pragma unroll
+  for (int r = 0; r < 2 * Shape::kRowTiles; ++r) {
+#pragma unroll
+    for (int j = 0; j < Shape::kHeadSize / 8; ++j) {
+      const float* pair = &output.value[r / 2][j][r % 2 * 2];
+      *reinterpret_cast<uint32_t*>(tile + Tile::offset(warp_row + fragment_row(r), j) + fragment_column() * 2) = pack<Element>(pair[0], pair[1]);
+    }
+  }
+  __syncwarp();
+  Element* target = static_cast<Element*>(problem.y.data) + work.batch * problem.y.batch_stride + work.q_head * problem.y.head_stride;
+#pragma unroll 4
+  for (int index = lane_index(); index < Shape::kWarpRows * Tile::kChunks; index += 32) {
+    const int row = warp_row + index / Tile::kChunks, chunk = index % Tile::kChunks;
+    if (work.first_row + row < problem.q_len && chunk * 8 < columns) {
+      *reinterpret_cast<uint4*>(target + (work.first_row + row) * problem.y.row_stride + chunk * 8) =
+          *reinterpret_cast<const uint4*>(tile + Tile::offset(row, chunk));
+    }
+  }
+}
+
+template <class Element, class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocessor) forward(const __grid_constant__ ForwardParams params) {
+  using Shared = SharedMemory<Shape>;
+  extern __shared__ __align__(128) uint8_t shared_bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
+  const Problem& problem = params.problem;
+  const MaskTile<Shape::kRows, Shape::kKeys> mask_tile(shared_bytes + sizeof(Shared), params.mask_tile);
+
+  const Work work = find_work(params.order, problem, Shape::kRows);
+  const int64_t end_row = min(work.first_row + Shape::kRows, problem.q_len);
+  const RowPosition position = row_position(problem.mask, work.batch, problem.q_len, problem.kv_len);
+  const KeyRange visible = visible_keys(problem.mask, position, work.first_row, end_row);
+  const TileRange tiles = tile_range<Shape::kKeys>(problem.mask, position, visible, work.first_row, end_row);
+  const int warp_row = threadIdx.x / 32 * Shape::kWarpRows;
+
+  Output<Shape> output;
+  RunningSoftmax<2 * Shape::kRowTiles> softmax;
+  output.clear();
+
+  if (tiles.begin < tiles.end) {
+    const auto rows_of = [&](const Tensor4& tensor, int64_t head) {
+      return static_cast<const Element*>(tensor.data) + work.batch * tensor.batch_stride + head * tensor.head_stride;
+    };
+    const Element* k = rows_of(problem.k, work.kv_head);
+    const Element* v = rows_of(problem.v, work.kv_head);
+    const auto load_keys = [&](uint8_t* target, const Element* source, int64_t row_stride, int64_t columns, int tile) {
+      // Rows past the last visible key may hold anything, NaN included, and 0 * NaN is NaN: they become zeros.
+      const int64_t first_key = int64_t{tile} * Shape::kKeys;
+      const int rows = static_cast<int>(min(visible.end - first_key, int64_t{Shape::kKeys}));
+      load_tile_async<Shape::kKeys, Shape::kHeadSize, Shape::kThreads>(shared_address(target), source + first_key * row_stride, row_stride,
+                                                                       rows, static_cast<int>(columns / 8));
+      copy_async_commit();
+    };
+
+    const Element* q = rows_of(problem.q, work.q_head) + work.first_row * problem.q.row_stride;
+    const int query_rows = static_cast<int>(end_row - work.first_row), query_chunks = static_cast<int>(problem.head_size / 8);
+    if (problem.q_bias) {
+      const Element* bias = static_cast<const Element*>(problem.q_bias) + work.q_head * problem.head_size;
+      load_biased_queries<Shape>(shared.queries, q, problem.q.row_stride, bias, query_rows, query_chunks);
+    } else {
+      load_tile_async<Shape::kRows, Shape::kHeadSize, Shape::kThreads>(shared_address(shared.queries), q, problem.q.row_stride, query_rows,
+                                                                       query_chunks);
+      copy_async_commit();
+    }
+    load_keys(shared.keys, k, problem.k.row_stride, problem.head_size, tiles.end - 1);
+
+    Queries<Shape> queries(shared_address(shared.queries) + warp_row * Shared::QueryTile::kPitch);
+    const BlockReader<typename Shared::KeyTile, BlockOrder::columns_first> key_blocks(shared_address(shared.keys));
+    const BlockReader<typename Shared::KeyTile, BlockOrder::rows_first> value_blocks(shared_address(shared.values));
+    if constexpr (Shape::kQueriesInRegisters) {
+      copy_async_wait<1>();
+      __syncthreads();
+      queries.keep_in_registers();
+    }
+
+    const auto visit = [&](int tile, auto is_masked) __attribute__((always_inline)) {
+      constexpr bool kMasked = decltype(is_masked)::value;
+      const int64_t first_key = int64_t{tile} * Shape::kKeys;
+      copy_async_wait<0>();
+      __syncthreads();  // K is here, and every warp has left V and the mask of the tile before
+      load_keys(shared.values, v, problem.v.row_stride, problem.v_head_size, tile);
+      if constexpr (kMasked) {
+        const MaskCorner corner{work.batch,  work.q_head, work.first_row, first_key, end_row - work.first_row, visible.end - first_key};
+        stage_mask_tile<Shape::kRows, Shape::kKeys, Shape::kThreads>(mask_tile, params.mask_tile, problem.mask, corner);
+        stage_key_padding<Shape::kKeys>(shared.key_padding, params.mask_tile, problem.mask.padding, work.batch, first_key);
+        copy_async_commit();
+      }
+
+      Scores<Shape> scores;
+      scores.clear();
+      multiply_keys<Element, Shape>(scores, queries, key_blocks);
+
+      copy_async_wait<0>();
+      __syncthreads();  // V and the mask are here, and every warp has left K
+      if (tile > tiles.begin) load_keys(shared.keys, k, problem.k.row_stride, problem.head_size, tile - 1);
+
+      transform_scores(scores, params);
+      if constexpr (kMasked) {
+        apply_mask_tile(scores, mask_tile, params.mask_tile.format, warp_row);
+        if (params.mask_tile.key_padding) add_key_padding(scores, shared.key_padding);
+        if (!tiles.is_whole(tile)) exclude_invisible(scores, problem.mask, position, visible.end, work.first_row + warp_row, first_key);
+      }
+
+      float correction[2 * Shape::kRowTiles];
+      if (softmax.advance(scores, params.unit, correction)) {
+        output.for_each([&](float& value, int row, int) { value *= correction[row]; });
+      }
+      accumulate_values<Element, Shape>(output, scores, softmax, params.unit, value_blocks);
+    };
+
+    const bool has_mask_tile = params.mask_tile.format != MaskTileFormat::none || params.mask_tile.key_padding;
+    const int interior_end = has_mask_tile ? tiles.begin : tiles.whole_end;
+    const int interior_begin = has_mask_tile ? tiles.begin : tiles.whole_begin;
+    int tile = tiles.end - 1;
+    for (; tile >= interior_end; --tile) visit(tile, std::true_type());  // the ragged end and the diagonal
+    for (; tile >= interior_begin; --tile) visit(tile, std::false_type());
+    for (; tile >= tiles.begin; --tile) visit(tile, std::true_type());  // the left edge of a window
+  }
+
+  softmax.finish();
+  if (problem.lse && lane_index() % 4 == 0) {
+#pragma unroll
+    for (int r = 0; r < 2 * Shape::kRowTiles; ++r) {
+      const int64_t row = work.first_row + warp_row + fragment_row(r);
+      if (row < problem.q_len) {
+        problem.lse[(work.batch * problem.q_heads + work.q_head) * problem.q_len + row] = softmax.log_sum_exp(r, params.unit);
+      }
+    }
+  }
+  store_output<Element, Shape>(output, softmax, shared.queries, params, work, warp_row);
+}
+
+// Heads of a band, so that its keys and values take no more than half the L2 of an H200; an A100's holds them too.
+inline int64_t heads_of_band(const Problem& problem) {
+  constexpr int64_t kBandBytes = int64_t{24} << 20;
+  const int64_t kv_head_bytes = problem.kv_len * (problem.head_size + problem.v_head_size) * 2;
+  const int64_t group = problem.q_heads / problem.kv_heads;
+  return group * (kv_head_bytes > 0 && kv_head_bytes < kBandBytes ? kBandBytes / kv_head_bytes : 1);
+}
+
+template <class Element, class Shape>
+cudaError_t launch_shape(ForwardParams params, cudaStream_t stream) {
+  const Problem& problem = params.problem;
+  params.order.heads = problem.batch * problem.q_heads;
+  params.order.row_blocks = (problem.q_len + Shape::kRows - 1) / Shape::kRows;
+  params.order.band = std::min(params.order.heads, heads_of_band(problem));
+  const int64_t blocks = params.order.heads * params.order.row_blocks;
+  if (blocks == 0) return cudaSuccess;
+
+  constexpr MaskTilePlan kLargestMask{MaskTileFormat::f32};
+  constexpr int kMaxBytes = sizeof(SharedMemory<Shape>) + MaskTile<Shape::kRows, Shape::kKeys>::bytes(kLargestMask);
+  static_assert(kMaxBytes <= 99 * 1024, "what a block may have on compute capability 8.6, 8.9 and 12.0");
+  static std::atomic<uint64_t> prepared{0};  // a bit for each of the first 64 devices
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (!(prepared.load(std::memory_order_relaxed) & bit)) {
+    error = cudaFuncSetAttribute(forward<Element, Shape>, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxBytes);
+    if (error != cudaSuccess) return error;
+    prepared.fetch_or(bit, std::memory_order_relaxed);
+  }
+  const size_t bytes = sizeof(SharedMemory<Shape>) + MaskTile<Shape::kRows, Shape::kKeys>::bytes(params.mask_tile);
+  forward<Element, Shape><<<static_cast<unsigned>(blocks), Shape::kThreads, bytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace onnx_attn::forward_sm80_kernel

@@ -1,0 +1,17 @@
+// forward_sm80_d192.cu: the portable forward kernel for head sizes up to 192.
+#include "forward_sm80.cuh"
+
+namespace onnx_attn::forward_sm80_kernel {
+
+// shape
+using Shape = TileShape<192, 1, 64, false, 2>;
+
+template <class Element, int kHeadSize>
+cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
+  return launch_shape<Element, Shape>(params, stream);
+}
+
+template cudaError_t launch<__half, 192>(const ForwardParams&, cudaStream_t);
+template cudaError_t launch<__nv_bfloat16, 192>(const ForwardParams&, cudaStream_t);
+
+}  // namespace onnx_attn::forward_sm80_kernel

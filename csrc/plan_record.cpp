@@ -1,0 +1,55 @@
+// plan_record.cpp: the per-thread recording behind torch_onnx_attn.explain.
+#include "plan_record.h"
+
+#include <cstring>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "torch_bridge.h"
+
+namespace onnx_attn {
+namespace plan_record {
+
+namespace {
+thread_local std::optional<Device> pretended_device;
+thread_local std::optional<Plan> last_plan;
+}  // namespace
+
+const Device* device() { return pretended_device ? &*pretended_device : nullptr; }
+
+void store(const Plan& plan) { last_plan = plan; }
+
+}  // namespace plan_record
+
+namespace {
+
+// [] ends recording. [is_cuda, capability, sm_count, max_shared_memory] starts it: calls on this thread are then planned, not run.
+void record_plans(std::vector<int64_t> device) {
+  ONNX_ATTN_CHECK(device.empty() || device.size() == 4, "device: has ", device.size(), " numbers; expected none or 4");
+  plan_record::last_plan.reset();
+  plan_record::pretended_device.reset();
+  if (device.empty()) return;
+  plan_record::pretended_device = Device{device[0] != 0, static_cast<int>(device[1]), static_cast<int>(device[2]), device[3]};
+}
+
+// The last recorded plan as JSON text in a uint8 tensor (strings leak in the stable ABI of torch 2.11), or None.
+OptionalTensor recorded_plan() {
+  if (!plan_record::last_plan) return std::nullopt;
+  const Plan& plan = *plan_record::last_plan;
+  const std::string text = std::string("{\"kernel\": \"") + kernel_name(plan.kernel) + "\", \"separate_append\": " +
+                           (plan.separate_append ? "true" : "false") + ", \"workspace_bytes\": " + std::to_string(plan.workspace_bytes) + "}";
+  const int64_t size = static_cast<int64_t>(text.size());
+  Tensor bytes = torch::stable::empty({size}, ScalarType::Byte);
+  std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  return bytes;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(onnx_attn, CompositeExplicitAutograd, m) {
+  m.impl("_record_plans", TORCH_BOX(&record_plans));
+  m.impl("_recorded_plan", TORCH_BOX(&recorded_plan));
+}
+
+}  // namespace onnx_attn

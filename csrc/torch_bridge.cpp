@@ -1,0 +1,245 @@
+// torch_bridge.cpp: allocation, views, devices and streams through torch's stable ABI, and the step from a Problem to kernels.
+#include "torch_bridge.h"
+
+#include <algorithm>
+
+#include "plan_record.h"
+
+#ifdef ONNX_ATTN_WITH_CUDA
+// Exported by libtorch_cuda; weak, so that one binary loads under CPU builds of torch too.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
+#endif
+
+namespace onnx_attn {
+
+std::string dtype_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::Double: return "float64";
+    case ScalarType::Float: return "float32";
+    case ScalarType::Half: return "float16";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Bool: return "bool";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Short: return "int16";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::UInt16: return "uint16";
+    case ScalarType::UInt32: return "uint32";
+    case ScalarType::UInt64: return "uint64";
+    case ScalarType::ComplexFloat: return "complex64";
+    case ScalarType::ComplexDouble: return "complex128";
+    default: return "dtype number " + std::to_string(static_cast<int>(type));
+  }
+}
+
+std::string shape_text(const Tensor& tensor) {
+  std::string text = "[";
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis) text += (axis ? ", " : "") + std::to_string(tensor.size(axis));
+  return text + "]";
+}
+
+bool is_floating(ScalarType type) {
+  return type == ScalarType::Double || type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16;
+}
+
+DType dtype_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Double: return DType::f64;
+    case ScalarType::Float: return DType::f32;
+    case ScalarType::Half: return DType::f16;
+    case ScalarType::BFloat16: return DType::bf16;
+    case ScalarType::Bool: return DType::boolean;
+    case ScalarType::Int: return DType::i32;
+    case ScalarType::Long: return DType::i64;
+    default: fail("onnx_attn: no kernel reads ", dtype_name(tensor.scalar_type()));
+  }
+}
+
+void check_same_device(const Tensor& tensor, const char* name, const Tensor& first, const char* first_name) {
+  const bool same = tensor.is_cuda() == first.is_cuda() && tensor.is_cpu() == first.is_cpu() &&
+                    (!tensor.is_cuda() || tensor.get_device_index() == first.get_device_index());
+  const auto place = [](const Tensor& t) { return t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index()) : std::string("cpu"); };
+  ONNX_ATTN_CHECK(same, name, ": is on ", place(tensor), ", but ", first_name, " is on ", place(first), "; all tensors must be on one device");
+}
+
+Tensor with_unit_last_axis(const Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  return tensor.size(last) <= 1 || tensor.stride(last) == 1 ? tensor : torch::stable::contiguous(tensor);
+}
+
+Tensor4 view_bhsd(const Tensor& tensor) {
+  return Tensor4{const_cast<void*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+Tensor4 view_bsh(const Tensor& tensor, int64_t column_count) {
+  return Tensor4{const_cast<void*>(tensor.const_data_ptr()), tensor.stride(0), column_count, tensor.stride(1)};
+}
+
+static Tensor empty_strided(const Tensor& like, ScalarType type, const int64_t* sizes, const int64_t* strides, int64_t rank) {
+  AtenTensorHandle handle = nullptr;
+  int32_t device_type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(rank, sizes, strides, static_cast<int32_t>(type), device_type,
+                                                  like.is_cuda() ? like.get_device_index() : 0, &handle));
+  return Tensor(handle);
+}
+
+Tensor empty_contiguous(const Tensor& like, ScalarType type, std::initializer_list<int64_t> sizes) {
+  int64_t strides[8];
+  int64_t stride = 1;
+  for (int axis = static_cast<int>(sizes.size()) - 1; axis >= 0; --axis) {
+    strides[axis] = stride;
+    stride *= std::max<int64_t>(sizes.begin()[axis], 1);
+  }
+  return empty_strided(like, type, sizes.begin(), strides, static_cast<int64_t>(sizes.size()));
+}
+
+Tensor empty_bhsd(const Tensor& like, int64_t batch, int64_t heads, int64_t rows, int64_t columns, bool rows_outside_heads) {
+  if (!rows_outside_heads) return empty_contiguous(like, like.scalar_type(), {batch, heads, rows, columns});
+  // As torch strides an empty [batch, rows, heads, columns] tensor and transposes it: a size of 0 counts as 1.
+  const int64_t row_stride = std::max<int64_t>(heads, 1) * std::max<int64_t>(columns, 1);
+  const int64_t sizes[] = {batch, heads, rows, columns};
+  const int64_t strides[] = {std::max<int64_t>(rows, 1) * row_stride, std::max<int64_t>(columns, 1), row_stride, 1};
+  return empty_strided(like, like.scalar_type(), sizes, strides, 4);
+}
+
+// Elements between the first and the last one that a tensor can reach.
+static int64_t extent(const Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
+    if (tensor.size(axis) == 0) return 0;
+    last += (tensor.size(axis) - 1) * tensor.stride(axis);
+  }
+  return last + 1;
+}
+
+static int64_t element_size(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Double: return 8;
+    case ScalarType::Float: return 4;
+    default: return 2;
+  }
+}
+
+void check_writable(const Tensor& tensor, const char* name) {
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
+    ONNX_ATTN_CHECK(tensor.size(axis) <= 1 || tensor.stride(axis) != 0, name, ": is written in place, but axis ", axis,
+                    " is expanded (stride 0), so that its elements share memory; pass a tensor with storage of its own");
+  }
+}
+
+void check_no_overlap(const Tensor& first, const char* first_name, const Tensor& second, const char* second_name) {
+  const char* a = static_cast<const char*>(first.const_data_ptr());
+  const char* b = static_cast<const char*>(second.const_data_ptr());
+  const int64_t a_bytes = extent(first) * element_size(first), b_bytes = extent(second) * element_size(second);
+  const bool apart = a_bytes == 0 || b_bytes == 0 || a + a_bytes <= b || b + b_bytes <= a;
+  ONNX_ATTN_CHECK(apart, second_name, ": overlaps ", first_name, " in memory; the two must be different storage");
+}
+
+int64_t count_at(const Tensor& counts, int64_t index) {
+  const int64_t offset = counts.dim() == 0 ? 0 : index * counts.stride(0);
+  return counts.scalar_type() == ScalarType::Long ? static_cast<const int64_t*>(counts.const_data_ptr())[offset]
+                                                  : static_cast<const int32_t*>(counts.const_data_ptr())[offset];
+}
+
+DeviceScope::DeviceScope(const Tensor& tensor) {
+  if (tensor.is_cuda()) guard_.emplace(tensor.get_device_index());
+}
+
+namespace {
+
+void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
+  torch::stable::parallel_for(0, count, 1, body);
+}
+
+#ifdef ONNX_ATTN_WITH_CUDA
+void* current_stream(const Tensor& like) {
+  ONNX_ATTN_CHECK(aoti_torch_get_current_cuda_stream, "onnx_attn: the loaded libtorch has no CUDA");
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(like.get_device_index(), &stream));
+  return stream;
+}
+
+void check_launch(int error, const char* what) {
+  ONNX_ATTN_CHECK(error == 0, "onnx_attn: ", what, " failed: ", cuda::error_text(error));
+}
+
+Device device_of(const Tensor& like) {
+  Device device;
+  check_launch(cuda::query_device(like.get_device_index(), &device), "device query");
+  return device;
+}
+
+void run_cuda(Problem& problem, const Tensor& like) {
+  const Plan plan = make_plan(problem, device_of(like));
+  void* stream = current_stream(like);
+  if (plan.separate_append) {
+    check_launch(cuda::append(problem, stream), "append");
+    problem.append.active = false;
+    problem.k_bias = problem.v_bias = nullptr;
+  }
+  if (plan.kernel == Kernel::general) check_launch(cuda::general(problem, plan, stream), "general attention kernel");
+}
+#endif
+
+[[noreturn]] void refuse_device(const Tensor& like) {
+  if (like.is_cuda()) fail("onnx_attn: this build has no CUDA kernels; rebuild torch-onnx-attn on a machine with nvcc");
+  fail("onnx_attn: only cpu and cuda tensors are supported");
+}
+
+}  // namespace
+
+void run(Problem& problem, const Tensor& like) {
+  if (const Device* pretended = plan_record::device()) return plan_record::store(make_plan(problem, *pretended));
+  if (like.is_cpu()) {
+    const Plan plan = make_plan(problem, Device{});
+    if (plan.separate_append) {
+      cpu::append(problem, parallel_for);
+      problem.append.active = false;
+      problem.k_bias = problem.v_bias = nullptr;
+    }
+    if (plan.kernel == Kernel::cpu) cpu::attention(problem, parallel_for);
+    return;
+  }
+#ifdef ONNX_ATTN_WITH_CUDA
+  if (like.is_cuda()) return run_cuda(problem, like);
+#endif
+  refuse_device(like);
+}
+
+void run(const Scatter& scatter, const Tensor& like) {
+  if (like.is_cpu()) return cpu::tensor_scatter(scatter, parallel_for);
+#ifdef ONNX_ATTN_WITH_CUDA
+  if (like.is_cuda()) return check_launch(cuda::tensor_scatter(scatter, current_stream(like)), "tensor_scatter");
+#endif
+  refuse_device(like);
+}
+
+void run(const ValidLength& problem, const Tensor& like) {
+  if (like.is_cpu()) return cpu::valid_kv_length(problem, parallel_for);
+#ifdef ONNX_ATTN_WITH_CUDA
+  if (like.is_cuda()) return check_launch(cuda::valid_kv_length(problem, current_stream(like)), "valid_kv_length");
+#endif
+  refuse_device(like);
+}
+
+namespace {
+
+// [cuda state (0 not built, 1 built but this torch has none, 2 usable), then the architectures that were compiled].
+std::vector<int64_t> build_info() {
+  std::vector<int64_t> info;
+#ifdef ONNX_ATTN_WITH_CUDA
+  info.push_back(aoti_torch_get_current_cuda_stream ? 2 : 1);
+  for (const int64_t architecture : {ONNX_ATTN_CUDA_ARCHITECTURES}) info.push_back(architecture);
+#else
+  info.push_back(0);
+#endif
+  return info;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(onnx_attn, CompositeExplicitAutograd, m) { m.impl("_build_info", TORCH_BOX(&build_info)); }
+
+}  // namespace onnx_attn

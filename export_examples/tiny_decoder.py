@@ -1,0 +1,83 @@
+"""A small language model with random weights, whose attention is passed in: the decoder examples differ in that part only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY, HIDDEN, LAYERS, Q_HEADS, KV_HEADS, HEAD_SIZE, LONGEST = 97, 64, 2, 4, 2, 16, 64
+
+# (layer, Q, K, V) -> Y, all [batch, heads, rows, HEAD_SIZE]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.norm, self.mlp_norm = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.q = nn.Linear(HIDDEN, Q_HEADS * HEAD_SIZE, bias=False)
+        self.k = nn.Linear(HIDDEN, KV_HEADS * HEAD_SIZE, bias=False)
+        self.v = nn.Linear(HIDDEN, KV_HEADS * HEAD_SIZE, bias=False)
+        self.out = nn.Linear(Q_HEADS * HEAD_SIZE, HIDDEN, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN))
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        h = self.norm(x)
+        Q, K, V = (split_heads(project(h)) for project in (self.q, self.k, self.v))
+        x = x + self.out(attend(self.index, Q, K, V).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def split_heads(x: Tensor) -> Tensor:
+    return x.unflatten(2, (-1, HEAD_SIZE)).transpose(1, 2)
+
+
+class TinyDecoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.positions = nn.Embedding(LONGEST, HIDDEN)
+        self.layers = nn.ModuleList(Layer(i) for i in range(LAYERS))
+        self.norm = nn.LayerNorm(HIDDEN)
+        for weight in self.parameters():  # larger than usual, so that random weights have decided opinions on the next token
+            if weight.dim() > 1:
+                nn.init.normal_(weight, std=0.25)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Logits [batch, rows, VOCABULARY] for tokens [batch, rows] at positions [batch, rows]."""
+        x = self.tokens(tokens) + self.positions(positions)
+        for layer in self.layers:
+            x = layer(x, attend)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def attend_without_cache(window: int | None = None, softcap: float = 0.0, scale: float | None = None) -> Attend:
+    """Causal attention over the whole sequence, written with torch alone: the independent answer. window counts keys."""
+
+    def attend(_layer: int, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
+        rows = torch.arange(Q.shape[2])
+        allowed = rows[None, :] <= rows[:, None]
+        if window is not None:
+            allowed &= rows[None, :] > rows[:, None] - window
+        K, V = (x.repeat_interleave(Q.shape[1] // x.shape[1], 1) for x in (K, V))
+        scores = Q @ K.transpose(-1, -2) * (HEAD_SIZE**-0.5 if scale is None else scale)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        return torch.softmax(scores.masked_fill(~allowed, float("-inf")), -1) @ V
+
+    return attend
+
+
+def generate_from_scratch(model: TinyDecoder, prompt: list[int], steps: int, attend: Attend) -> tuple[list[int], Tensor]:
+    """Greedy tokens and the logits of each step, with the whole sequence computed again for every token."""
+    sequence, logits = list(prompt), []
+    for _ in range(steps):
+        tokens = torch.tensor([sequence])
+        row = model(tokens, torch.arange(len(sequence))[None], attend)[0, -1]
+        logits.append(row)
+        sequence.append(int(row.argmax()))
+    return sequence[len(prompt) :], torch.stack(logits)

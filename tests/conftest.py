@@ -1,0 +1,50 @@
+"""What every test file shares: the devices to run on, the markers, and a fixed seed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "cuda"), default=None, help="run on this device only; by default on every one there is")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: runs on a CUDA device")
+    config.addinivalue_line("markers", "slow: takes seconds or gigabytes")
+
+
+def _devices(config: pytest.Config) -> list[str]:
+    only = config.getoption("--device")
+    if only is not None:
+        return [only]
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        marks = {"cpu": (), "cuda": (pytest.mark.gpu,)}
+        devices = [pytest.param(device, marks=marks[device]) for device in _devices(metafunc.config)]
+        metafunc.parametrize("device", devices, scope="session")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked gpu need a device; with --device cpu they are not wanted even if there is one."""
+    if torch.cuda.is_available() and config.getoption("--device") != "cpu":
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """The CUDA device, for tests that only make sense there (mark them gpu)."""
+    return torch.device("cuda")

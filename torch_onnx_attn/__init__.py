@@ -1,0 +1,37 @@
+"""ONNX attention operators with their exact meaning, as PyTorch ops that run fast and export to single ONNX nodes.
+
+Importing the package registers ``torch.ops.onnx_attn`` and changes nothing else in the process.
+"""
+
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as _version
+
+try:
+    __version__ = _version("torch-onnx-attn")
+except PackageNotFoundError:  # used from a checkout that was built in place and not installed
+    __version__ = "0.1.0+source"
+
+# Registration, in this order: the schemas, then fake kernels (torch refuses them once an op has a composite body), then the rest.
+# isort: off
+from .library import build_info
+from . import fake as _fake  # noqa: F401
+from . import composite as _composite  # noqa: F401
+from . import autograd as _autograd  # noqa: F401
+from . import autocast as _autocast  # noqa: F401
+# isort: on
+from . import nn
+from .ops import AttentionOutput, MultiHeadAttentionOutput, attention, attention_cached, mha, tensor_scatter, tensor_scatter_, valid_kv_length
+
+__all__ = [
+    "AttentionOutput",
+    "MultiHeadAttentionOutput",
+    "__version__",
+    "attention",
+    "attention_cached",
+    "build_info",
+    "mha",
+    "nn",
+    "tensor_scatter",
+    "tensor_scatter_",
+    "valid_kv_length",
+]

@@ -1,0 +1,73 @@
+"""Autograd: the forward pass accepts inputs that require gradients, and a backward pass says that there is none.
+
+The error is an op of its own, so that a compiled training graph (which traces its backward ahead of time) still runs forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MESSAGE = (
+    "onnx_attn is forward only: torch.ops.onnx_attn ops have no backward. Run them under torch.no_grad() or "
+    "torch.inference_mode(), or train with torch.nn.functional.scaled_dot_product_attention"
+)
+
+_definitions = torch.library.Library("onnx_attn", "FRAGMENT")
+_definitions.define("_refuse_backward(Tensor[] gradients, Tensor[] inputs) -> Tensor[]")
+
+
+def _refuse_backward(gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    raise RuntimeError(_MESSAGE)
+
+
+_definitions.impl("_refuse_backward", _refuse_backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("onnx_attn::_refuse_backward", lib=_definitions)
+def _(gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in inputs]
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """Runs ``call`` and hangs a node on its outputs whose backward raises. ``inputs`` are the tensors that require gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], Any], *inputs: Tensor) -> Any:
+        ctx.save_for_backward(*inputs)
+        return call()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        # The gradients are arguments so that a partitioner cannot move the refusal into the forward graph.
+        return None, *torch.ops.onnx_attn._refuse_backward([g for g in gradients if g is not None], list(ctx.saved_tensors))
+
+
+def _forward_only(op: Any) -> Callable[..., Any]:
+    below_autograd = torch._C._after_autograd_keyset
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        def call() -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op.redispatch(keyset & below_autograd, *args, **kwargs)
+
+        if torch.is_grad_enabled():
+            inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
+            if inputs:
+                return _ForwardOnly.apply(call, *inputs)
+        return call()
+
+    return kernel
+
+
+_library = torch.library.Library("onnx_attn", "IMPL")
+OPERATORS = ("attention", "mha", "tensor_scatter", "tensor_scatter_", "attention_cached", "valid_kv_length")
+
+for _name in OPERATORS:
+    _packet = getattr(torch.ops.onnx_attn, _name)
+    for _overload in _packet.overloads():
+        _suffix = "" if _overload == "default" else f".{_overload}"
+        _library.impl(f"{_name}{_suffix}", _forward_only(getattr(_packet, _overload)), "Autograd", with_keyset=True)

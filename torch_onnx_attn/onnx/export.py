@@ -1,0 +1,185 @@
+"""`export`: capture the model once, choose the opset, translate, tidy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torch_onnx_attn.onnx.requirements import HIGHEST_CONVERTED_OPSET, HIGHEST_OPSET, LOWEST_OPSET, ExportError, Need, calls, require_packages
+from torch_onnx_attn.onnx.translation import translation_table
+
+__all__ = ["export", "tidy"]
+
+
+def export(
+    model: torch.nn.Module | torch.export.ExportedProgram,
+    args: tuple[Any, ...] = (),
+    path: str | os.PathLike[str] | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    opset: int | None = None,
+    dynamic_shapes: Any = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    custom_translation_table: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
+    export_params: bool = True,
+    keep_initializers_as_inputs: bool = False,
+    external_data: bool = True,
+    verbose: bool | None = False,
+    **options: Any,
+) -> torch.onnx.ONNXProgram:
+    """Export a model whose attention calls become one ONNX node each.
+
+    Args:
+        model: The module in evaluation mode, or what `torch.export.export` made of it.
+        args: Example inputs. A cache that starts empty may be given as a past of length 0.
+        path: Where to write the file; None to write none.
+        kwargs: Example keyword inputs.
+        opset: 23 to 28. None takes the lowest that can say every call: 23 for plain attention, 24 with `nonpad_kv_seqlen` or a
+            cache write, 25 with a window, and the exporter's own default if the model has no ai.onnx attention. ONNX Runtime
+            refuses a rotary embedding that the exporter fuses at 23 in Llama-like models of dynamic batch; ask for 24 there.
+        dynamic_shapes: As in `torch.onnx.export`; a string makes a dimension dynamic and gives it a name.
+        input_names: Names for the graph's inputs.
+        output_names: Names for the graph's outputs.
+        custom_translation_table: Translations of other ops, added to those of this package.
+        export_params: Write the weights into the file.
+        keep_initializers_as_inputs: List the weights among the graph's inputs.
+        external_data: Weights of large models go to a file of their own.
+        verbose: Print the exporter's progress.
+        **options: Further arguments of `torch.onnx.export`, such as `optimize` and `report`.
+
+    Returns:
+        The program. Call it to run it in ONNX Runtime, or take its `model` (onnx_ir) or `model_proto` (onnx).
+
+    Raises:
+        ExportError: The opset asked for, or ONNX altogether, has no form for a call. The message names the argument.
+    """
+    require_packages()
+    if opset is not None and not LOWEST_OPSET <= opset <= HIGHEST_OPSET:
+        raise ExportError(f"opset={opset}: this package exports to opsets {LOWEST_OPSET} to {HIGHEST_OPSET}")
+    program = model if isinstance(model, torch.export.ExportedProgram) else _capture(model, args, dict(kwargs or {}), dynamic_shapes)
+    opset = _choose_opset(program, opset)
+    table = dict(translation_table(HIGHEST_CONVERTED_OPSET if opset is None else min(opset, HIGHEST_CONVERTED_OPSET)))
+    table.update(custom_translation_table or {})
+    onnx_program = torch.onnx.export(
+        program,
+        dynamo=True,
+        opset_version=None if opset is None else min(opset, HIGHEST_CONVERTED_OPSET),
+        dynamic_shapes=dynamic_shapes,  # of a captured program it only uses the names
+        input_names=input_names,
+        output_names=output_names,
+        custom_translation_table=table,
+        verbose=verbose,
+        **options,
+    )
+    assert onnx_program is not None
+    tidy(onnx_program, opset)
+    if path is not None:
+        onnx_program.save(
+            path,
+            include_initializers=export_params,
+            keep_initializers_as_inputs=keep_initializers_as_inputs,
+            external_data=external_data,
+        )
+    return onnx_program
+
+
+def tidy(program: torch.onnx.ONNXProgram, opset: int | None = None) -> None:
+    """Put right, in place, what the exporter's optimizer does to attention nodes, and raise the opset above 25 if asked to.
+
+    Optional outputs that nobody reads are left out, so that they are not computed. A node with a past keeps its present outputs
+    even if nobody reads them: without them ONNX Runtime refuses Attention and computes a wrong MultiHeadAttention. A value inside
+    the graph that has the name asked for an input or output (the exporter does not look) gets another one.
+
+    Args:
+        program: What `torch.onnx.export` returned.
+        opset: 26 to 28 to raise the import of ai.onnx; the exporter's converter stops at 25, where Attention and TensorScatter
+            are the same as in 28, and no other op of 26 to 28 means a 25 node differently.
+    """
+    model = program.model
+    _make_room_for_names(model.graph)
+    for graph in (model.graph, *model.functions.values()):
+        for node in _all_nodes(graph):
+            if (node.domain, node.op_type) in (("", "Attention"), ("com.microsoft", "MultiHeadAttention")):
+                _tidy_outputs(node)
+            if opset is not None and opset > HIGHEST_CONVERTED_OPSET and node.domain == "":
+                node.version = opset
+        if opset is not None and opset > HIGHEST_CONVERTED_OPSET and "" in graph.opset_imports:
+            graph.opset_imports[""] = opset
+
+
+def _capture(model: torch.nn.Module, args: Any, kwargs: dict[str, Any], dynamic_shapes: Any) -> torch.export.ExportedProgram:
+    """What `torch.onnx.export` does first, done here because the opset depends on the result."""
+    if model.training:
+        warnings.warn("exporting a model in training mode; call model.eval() first", stacklevel=3)
+    args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    shapes = pytree.tree_map(lambda size: torch.export.Dim.DYNAMIC if isinstance(size, str) else size, dynamic_shapes)
+    with _sizes_of_one_are_not_special():
+        try:
+            return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+        except Exception:
+            with contextlib.suppress(Exception):
+                return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=True)
+            raise
+
+
+def _sizes_of_one_are_not_special() -> contextlib.AbstractContextManager[Any]:
+    """A dynamic dimension that is 0 or 1 in the example stays dynamic. The exporter captures with the same (private) switch."""
+    from torch.fx.experimental import _config
+
+    if hasattr(_config, "backed_size_oblivious"):
+        switch: contextlib.AbstractContextManager[Any] = _config.patch(backed_size_oblivious=True)
+        return switch
+    return contextlib.nullcontext()
+
+
+def _choose_opset(program: torch.export.ExportedProgram, asked: int | None) -> int | None:
+    needed: Need | None = None
+    for call in calls(program):
+        if call.refusal is not None:
+            raise ExportError(call.refusal)
+        if call.need is not None and (needed is None or call.need.opset > needed.opset):
+            needed = call.need
+    if asked is None:
+        return None if needed is None else needed.opset
+    if needed is not None and asked < needed.opset:
+        raise ExportError(f"opset={asked}: {needed.argument} needs opset {needed.opset}. Leave opset out to have it chosen")
+    return asked
+
+
+def _all_nodes(graph: Any) -> Iterator[Any]:
+    import onnx_ir
+
+    return iter(onnx_ir.traversal.RecursiveGraphIterator(graph))
+
+
+def _make_room_for_names(graph: Any) -> None:
+    outer = {value.name: value for value in (*graph.inputs, *graph.outputs)}
+    for node in _all_nodes(graph):
+        for value in node.outputs:
+            if value.name and outer.get(value.name, value) is not value:
+                value.name = f"{value.name}_of_{node.name or node.op_type}"
+
+
+def _tidy_outputs(node: Any) -> None:
+    past = 4 if node.domain == "" else 6  # the index of past_key
+    has_past = len(node.inputs) > past and node.inputs[past] is not None
+    if has_past and len(node.outputs) < 3:
+        node.resize_outputs(3)
+    for index, name in ((1, "present_key"), (2, "present_value"), (3, "qk")):
+        if index >= len(node.outputs):
+            break
+        output = node.outputs[index]
+        if has_past and index < 3:
+            if not output.name:
+                output.name = f"{node.outputs[0].name}_{name}"
+        elif not output.uses() and not output.is_graph_output():
+            output.name = ""
+    used = max(index for index, output in enumerate(node.outputs) if index == 0 or output.name)
+    node.resize_outputs(used + 1)
