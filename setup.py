@@ -61,7 +61,9 @@ def architectures_of(source: Path) -> dict[str, str]:
 
 CUDA_HOME = find_cuda_home()
 CCACHE = [path] if (path := shutil.which("ccache")) else []
-CPP_SOURCES = sorted(str(path.relative_to(ROOT)) for folder in ("csrc", "csrc/cpu", "csrc/kernels") for path in (ROOT / folder).glob("*.cpp"))
+CPP_SOURCES = sorted(
+    str(path.relative_to(ROOT)) for folder in ("csrc", "csrc/cpu", "csrc/kernels") for path in (ROOT / folder).glob("*.cpp")
+)
 CUDA_SOURCES = sorted((ROOT / "csrc/kernels").glob("*.cu")) if CUDA_HOME else []
 HEADERS = sorted(str(path.relative_to(ROOT)) for pattern in ("*.h", "*.inl") for path in (ROOT / "csrc").rglob(pattern))
 
@@ -87,7 +89,19 @@ class Build(BuildExtension):
         if not gencode:
             return None
         target, dependencies = objects / f"{source.stem}.o", objects / f"{source.stem}.d"
-        command = [*CCACHE, f"{CUDA_HOME}/bin/nvcc", "-c", str(source), "-o", str(target), "-MD", "-MF", str(dependencies), "-O3", "-std=c++17"]
+        command = [
+            *CCACHE,
+            f"{CUDA_HOME}/bin/nvcc",
+            "-c",
+            str(source),
+            "-o",
+            str(target),
+            "-MD",
+            "-MF",
+            str(dependencies),
+            "-O3",
+            "-std=c++17",
+        ]
         command += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-lineinfo", "-Xptxas=-v,--warn-on-spills", f"-I{ROOT / 'csrc'}", *gencode]
         record = target.with_suffix(".command")
         if self.is_current(target, dependencies, record, command):

@@ -12,11 +12,14 @@ namespace onnx_attn {
 namespace plan_record {
 
 namespace {
-thread_local std::optional<Device> pretended_device;
+thread_local bool recording = false;
+thread_local std::optional<Device> machine;
 thread_local std::optional<Plan> last_plan;
 }  // namespace
 
-const Device* device() { return pretended_device ? &*pretended_device : nullptr; }
+bool is_recording() { return recording; }
+
+const Device* pretended_device() { return machine ? &*machine : nullptr; }
 
 void store(const Plan& plan) { last_plan = plan; }
 
@@ -24,13 +27,15 @@ void store(const Plan& plan) { last_plan = plan; }
 
 namespace {
 
-// [] ends recording. [is_cuda, capability, sm_count, max_shared_memory] starts it: calls on this thread are then planned, not run.
-void record_plans(std::vector<int64_t> device) {
+// While recording, calls on this thread are planned and not run, for the machine [is_cuda, capability, sm_count, max_shared_memory]
+// or, with [], for that of the tensors.
+void record_plans(bool record, std::vector<int64_t> device) {
   ONNX_ATTN_CHECK(device.empty() || device.size() == 4, "device: has ", device.size(), " numbers; expected none or 4");
-  plan_record::last_plan.reset();
-  plan_record::pretended_device.reset();
+  plan_record::recording = record;
+  plan_record::machine.reset();
+  if (record) plan_record::last_plan.reset();
   if (device.empty()) return;
-  plan_record::pretended_device = Device{device[0] != 0, static_cast<int>(device[1]), static_cast<int>(device[2]), device[3]};
+  plan_record::machine = Device{device[0] != 0, static_cast<int>(device[1]), static_cast<int>(device[2]), device[3]};
 }
 
 // The last recorded plan as JSON text in a uint8 tensor (strings leak in the stable ABI of torch 2.11), or None.

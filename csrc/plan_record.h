@@ -5,8 +5,9 @@
 
 namespace onnx_attn::plan_record {
 
-// The machine that this thread pretends to be while it records plans; null when it runs calls as usual.
-const Device* device();
+// Whether this thread records plans instead of running calls, and the machine it plans for; null: the machine of the tensors.
+bool is_recording();
+const Device* pretended_device();
 
 void store(const Plan& plan);
 

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCABULARY, HIDDEN, LAYERS, Q_HEADS, KV_HEADS, HEAD_SIZE, LONGEST = 97, 64, 2, 4, 2, 16, 64
+HEADS = {"q_num_heads": Q_HEADS, "kv_num_heads": KV_HEADS}  # what the ops must be told about 3-D inputs
 
-# (layer, Q, K, V) -> Y, all [batch, heads, rows, HEAD_SIZE]
+# (layer, Q, K, V) -> Y, all [batch, rows, heads * HEAD_SIZE]: the projections as they are, heads side by side
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -27,13 +28,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         h = self.norm(x)
-        Q, K, V = (split_heads(project(h)) for project in (self.q, self.k, self.v))
-        x = x + self.out(attend(self.index, Q, K, V).transpose(1, 2).flatten(2))
+        x = x + self.out(attend(self.index, self.q(h), self.k(h), self.v(h)))
         return x + self.mlp(self.mlp_norm(x))
-
-
-def split_heads(x: Tensor) -> Tensor:
-    return x.unflatten(2, (-1, HEAD_SIZE)).transpose(1, 2)
 
 
 class TinyDecoder(nn.Module):
@@ -59,15 +55,17 @@ def attend_without_cache(window: int | None = None, softcap: float = 0.0, scale:
     """Causal attention over the whole sequence, written with torch alone: the independent answer. window counts keys."""
 
     def attend(_layer: int, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
+        Q, K, V = (x.unflatten(2, (-1, HEAD_SIZE)).transpose(1, 2) for x in (Q, K, V))
         rows = torch.arange(Q.shape[2])
         allowed = rows[None, :] <= rows[:, None]
         if window is not None:
             allowed &= rows[None, :] > rows[:, None] - window
-        K, V = (x.repeat_interleave(Q.shape[1] // x.shape[1], 1) for x in (K, V))
+        K, V = (x.repeat_interleave(Q_HEADS // KV_HEADS, 1) for x in (K, V))
         scores = Q @ K.transpose(-1, -2) * (HEAD_SIZE**-0.5 if scale is None else scale)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        return torch.softmax(scores.masked_fill(~allowed, float("-inf")), -1) @ V
+        Y = torch.softmax(scores.masked_fill(~allowed, float("-inf")), -1) @ V
+        return Y.transpose(1, 2).flatten(2)
 
     return attend
 

@@ -159,7 +159,11 @@ def test_onnx_reference_cannot_do_without_keys() -> None:
 
 def test_onnx_reference_overflows_in_float16() -> None:
     """q.k = 80000 at scale 1: float32 scores give a plain softmax; numpy's float16 ones give NaN."""
-    inputs = {"Q": np.full((1, 1, 1, 8), 100, np.float16), "K": np.full((1, 1, 2, 8), 100, np.float16), "V": np.ones((1, 1, 2, 8), np.float16)}
+    inputs = {
+        "Q": np.full((1, 1, 1, 8), 100, np.float16),
+        "K": np.full((1, 1, 2, 8), 100, np.float16),
+        "V": np.ones((1, 1, 2, 8), np.float16),
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         (Y,) = run_onnx_reference(["Y"], inputs, scale=1.0)
@@ -194,4 +198,4 @@ def test_torch_onnx_attention_has_nan_in_empty_rows() -> None:
 def test_torch_onnx_attention_does_not_compose_causality_with_a_mask() -> None:
     tensors = {name: torch.from_numpy(value) for name, value in small_inputs().items()}
     with pytest.raises(RuntimeError, match="is_causal"):
-        torch_attention(**tensors, attn_mask=torch.ones(2, 3, dtype=torch.bool), is_causal=True)
+        torch_attention(**tensors, attn_mask=torch.ones(2, 3, dtype=torch.bool), is_causal=True, qk_matmul_output_mode=3)

@@ -18,17 +18,33 @@ from . import fake as _fake  # noqa: F401
 from . import composite as _composite  # noqa: F401
 from . import autograd as _autograd  # noqa: F401
 from . import autocast as _autocast  # noqa: F401
+
 # isort: on
 from . import nn
-from .ops import AttentionOutput, MultiHeadAttentionOutput, attention, attention_cached, mha, tensor_scatter, tensor_scatter_, valid_kv_length
+from .explain import CPU, H200, Machine, Plan, explain
+from .ops import (
+    AttentionOutput,
+    MultiHeadAttentionOutput,
+    attention,
+    attention_cached,
+    mha,
+    tensor_scatter,
+    tensor_scatter_,
+    valid_kv_length,
+)
 
 __all__ = [
+    "CPU",
+    "H200",
     "AttentionOutput",
+    "Machine",
     "MultiHeadAttentionOutput",
+    "Plan",
     "__version__",
     "attention",
     "attention_cached",
     "build_info",
+    "explain",
     "mha",
     "nn",
     "tensor_scatter",

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 
-
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
     castable = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
     return value.to(dtype) if castable and value.device.type == device_type else value
@@ -28,7 +27,9 @@ def _kernel(op: Any, device_type: str, key: torch.DispatchKey) -> Callable[..., 
         caches = [named[name] for name in written]
         dtype = caches[0].dtype if caches else torch.get_autocast_dtype(device_type)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            cast_args = [value if name in written else _cast(value, device_type, dtype) for name, value in zip(arguments, args, strict=False)]
+            cast_args = [
+                value if name in written else _cast(value, device_type, dtype) for name, value in zip(arguments, args, strict=False)
+            ]
             cast_kwargs = {name: value if name in written else _cast(value, device_type, dtype) for name, value in kwargs.items()}
             return op(*cast_args, **cast_kwargs)
 

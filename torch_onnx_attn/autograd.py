@@ -27,9 +27,11 @@ def _refuse_backward(gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> l
 _definitions.impl("_refuse_backward", _refuse_backward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("onnx_attn::_refuse_backward", lib=_definitions)
-def _(gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def _refuse_backward_fake(gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     return [torch.empty_like(tensor) for tensor in inputs]
+
+
+torch.library.register_fake("onnx_attn::_refuse_backward", _refuse_backward_fake, lib=_definitions)
 
 
 class _ForwardOnly(torch.autograd.Function):
@@ -57,7 +59,7 @@ def _forward_only(op: Any) -> Callable[..., Any]:
         if torch.is_grad_enabled():
             inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
             if inputs:
-                return _ForwardOnly.apply(call, *inputs)
+                return _ForwardOnly.apply(call, *inputs)  # type: ignore[no-untyped-call]
         return call()
 
     return kernel

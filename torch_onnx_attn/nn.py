@@ -53,14 +53,14 @@ class Attention(torch.nn.Module):
             "left_window_size": left_window_size,
             "right_window_size": right_window_size,
         }
-        options = {"bias": bias, "device": device, "dtype": dtype}
-        self.q_proj = torch.nn.Linear(embed_dim, num_heads * self.head_size, **options)
-        self.k_proj = torch.nn.Linear(embed_dim, kv_heads * self.head_size, **options)
-        self.v_proj = torch.nn.Linear(embed_dim, kv_heads * self.head_size, **options)
-        self.out_proj = torch.nn.Linear(num_heads * self.head_size, embed_dim, **options)
+        self.q_proj = torch.nn.Linear(embed_dim, num_heads * self.head_size, bias, device, dtype)
+        self.k_proj = torch.nn.Linear(embed_dim, kv_heads * self.head_size, bias, device, dtype)
+        self.v_proj = torch.nn.Linear(embed_dim, kv_heads * self.head_size, bias, device, dtype)
+        self.out_proj = torch.nn.Linear(num_heads * self.head_size, embed_dim, bias, device, dtype)
 
     def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        batch, rows, hidden = projected.shape
+        return projected.reshape(batch, rows, hidden // self.head_size, self.head_size).transpose(1, 2)
 
     def forward(
         self,
@@ -91,7 +91,8 @@ class Attention(torch.nn.Module):
             Y = ops.attention_cached(Q, K, V, key_cache, value_cache, cache_lengths, attn_mask=attn_mask, **self.attributes)  # type: ignore[arg-type]
         else:
             Y = torch.ops.onnx_attn.attention.default(Q, K, V, attn_mask, nonpad_kv_seqlen=nonpad_kv_seqlen, **self.attributes)
-        return self.out_proj(Y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        output: Tensor = self.out_proj(Y.transpose(1, 2).flatten(2))
+        return output
 
 
 class MultiHeadAttention(torch.nn.Module):
@@ -127,12 +128,11 @@ class MultiHeadAttention(torch.nn.Module):
             "mask_filter_value": mask_filter_value,
             "unidirectional": unidirectional,
         }
-        options = {"device": device, "dtype": dtype}
-        self.q_proj = torch.nn.Linear(embed_dim, embed_dim, bias=False, **options)
-        self.k_proj = torch.nn.Linear(embed_dim, embed_dim, bias=False, **options)
-        self.v_proj = torch.nn.Linear(embed_dim, embed_dim, bias=False, **options)
-        self.in_proj_bias = torch.nn.Parameter(torch.zeros(3 * embed_dim, **options)) if bias else None  # type: ignore[call-overload]
-        self.out_proj = torch.nn.Linear(embed_dim, embed_dim, bias=bias, **options)
+        self.q_proj = torch.nn.Linear(embed_dim, embed_dim, False, device, dtype)
+        self.k_proj = torch.nn.Linear(embed_dim, embed_dim, False, device, dtype)
+        self.v_proj = torch.nn.Linear(embed_dim, embed_dim, False, device, dtype)
+        self.in_proj_bias = torch.nn.Parameter(torch.zeros(3 * embed_dim, device=device, dtype=dtype)) if bias else None
+        self.out_proj = torch.nn.Linear(embed_dim, embed_dim, bias, device, dtype)
 
     def forward(
         self,
@@ -161,4 +161,5 @@ class MultiHeadAttention(torch.nn.Module):
             attention_bias,
             **self.attributes,
         )
-        return self.out_proj(output)  # type: ignore[no-any-return]
+        projected: Tensor = self.out_proj(output)
+        return projected

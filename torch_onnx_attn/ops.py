@@ -95,9 +95,7 @@ def attention(
     if past_key is None:
         if qk_matmul_output_mode is None:
             return AttentionOutput(ops.default(Q, K, V, attn_mask, nonpad_kv_seqlen=nonpad_kv_seqlen, **attributes))
-        Y, scores = ops.qk(
-            Q, K, V, attn_mask, nonpad_kv_seqlen=nonpad_kv_seqlen, qk_matmul_output_mode=qk_matmul_output_mode, **attributes
-        )
+        Y, scores = ops.qk(Q, K, V, attn_mask, nonpad_kv_seqlen=nonpad_kv_seqlen, qk_matmul_output_mode=qk_matmul_output_mode, **attributes)
         return AttentionOutput(Y, None, None, scores)
     cache = {"past_key": past_key, "past_value": past_value, "nonpad_kv_seqlen": nonpad_kv_seqlen}
     if qk_matmul_output_mode is None:

@@ -47,8 +47,8 @@ struct MaskTile {
 
 // The corner of a tile in the mask, and how much of it exists; what lies beyond is never looked at.
 struct MaskCorner {
-  int64_t batch, head, row, key;
-  int64_t rows, keys;
+  int batch, head, row, key;
+  int rows, keys;
 };
 
 // Starts copying rows of a tensor mask as they are.
@@ -57,8 +57,8 @@ __device__ __forceinline__ void copy_mask_rows(const MaskTile<kRows, kKeys>& til
   constexpr int kChunks = kKeys * kElementBytes / 16;
   const uint8_t* source = static_cast<const uint8_t*>(mask.data) + (at.batch * mask.batch_stride + at.head * mask.head_stride +
                                                                     at.row * mask.query_stride + at.key) * kElementBytes;
-  const int rows = tile.pitch == 0 ? 1 : static_cast<int>(min(at.rows, int64_t{kRows}));
-  const int row_bytes = static_cast<int>(min(at.keys, int64_t{kKeys})) * kElementBytes;
+  const int rows = tile.pitch == 0 ? 1 : min(at.rows, kRows);
+  const int row_bytes = min(at.keys, kKeys) * kElementBytes;
   const uint32_t target = shared_address(tile.data);
 #pragma unroll 1
   for (int index = threadIdx.x; index < rows * kChunks; index += kThreads) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void copy_mask_rows(const MaskTile<kRows, kKeys>& til
 // Calls body(row, key) for each element of the tile that exists; a thread always gets the same elements.
 template <int kRows, int kKeys, int kThreads, class Body>
 __device__ __forceinline__ void for_each_mask_element(const MaskTile<kRows, kKeys>& tile, const MaskCorner& at, Body&& body) {
-  const int rows = tile.pitch == 0 ? 1 : static_cast<int>(min(at.rows, int64_t{kRows}));
+  const int rows = tile.pitch == 0 ? 1 : min(at.rows, kRows);
 #pragma unroll 4
   for (int index = threadIdx.x; index < rows * kKeys; index += kThreads) {
     if (index % kKeys < at.keys) body(index / kKeys, index % kKeys);
@@ -108,7 +108,7 @@ __device__ __forceinline__ void gather_mask_elements(const MaskTile<kRows, kKeys
     with_integer_type(padding.dtype, [&](auto type) {
       const auto* data = static_cast<const decltype(type)*>(padding.data) + padding_row;
       for_each_mask_element<kRows, kKeys, kThreads>(tile, at, [&](int row, int key) {
-        const int64_t column = at.key + key;
+        const int column = at.key + key;
         const bool kept = column < padding.columns && data[row * padding.query_stride + column * padding.key_stride] > 0;
         if (!kept) as_float(row, key) += padding.filter;
       });
@@ -131,10 +131,10 @@ __device__ __forceinline__ void stage_mask_tile(const MaskTile<kRows, kKeys>& ti
 
 // target[key] = 0 or the filter of the padding.
 template <int kKeys>
-__device__ __forceinline__ void stage_key_padding(float* target, const MaskTilePlan& plan, const Padding& padding, int64_t batch,
-                                                  int64_t first_key) {
+__device__ __forceinline__ void stage_key_padding(float* target, const MaskTilePlan& plan, const Padding& padding, int batch,
+                                                  int first_key) {
   if (!plan.key_padding || threadIdx.x >= kKeys) return;
-  const int64_t key = first_key + threadIdx.x;
+  const int key = first_key + static_cast<int>(threadIdx.x);
   with_integer_type(padding.dtype, [&](auto type) {
     const auto* data = static_cast<const decltype(type)*>(padding.data) + batch * padding.batch_stride;
     const bool kept = padding.kind == Padding::Kind::lengths ? key < static_cast<int64_t>(*data)
@@ -233,14 +233,14 @@ __device__ __forceinline__ void add_key_padding(Accumulator<kRowTiles, kKeyTiles
 // Excludes keys outside a row's window and keys at or past `key_end`. A select: such a score may be NaN.
 template <int kRowTiles, int kKeyTiles>
 __device__ __forceinline__ void exclude_invisible(Accumulator<kRowTiles, kKeyTiles>& scores, const Mask& mask, const RowPosition& position,
-                                                  int64_t key_end, int64_t warp_row, int64_t first_key) {
+                                                  int key_end, int warp_row, int first_key) {
   constexpr int64_t kKeys = 8 * kKeyTiles;
   int begin[2 * kRowTiles], end[2 * kRowTiles];  // visible columns of each row, less the lane's part of a column
 #pragma unroll
   for (int r = 0; r < 2 * kRowTiles; ++r) {
     const KeyRange keys = visible_keys(mask, position, warp_row + fragment_row(r), warp_row + fragment_row(r) + 1);
     begin[r] = static_cast<int>(max(int64_t{0}, min(kKeys, keys.begin - first_key))) - fragment_column();
-    end[r] = static_cast<int>(max(int64_t{0}, min(kKeys, min(keys.end, key_end) - first_key))) - fragment_column();
+    end[r] = static_cast<int>(max(int64_t{0}, min(kKeys, min(keys.end, int64_t{key_end}) - first_key))) - fragment_column();
   }
   scores.for_each([&](float& score, int row, int column) {
     if (column < begin[row] || column >= end[row]) score = -INFINITY;

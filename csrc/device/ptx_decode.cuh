@@ -44,7 +44,9 @@ __device__ __forceinline__ void meet(int named_barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(named_barrier), "r"(threads) : "memory");
 }
 
-#if __CUDA_ARCH__ >= 900
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+inline constexpr bool kHasBulkCopies = true;
 
 __device__ __forceinline__ void publish_barriers_to_copies() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Orders this thread's ordinary accesses to shared memory before later bulk copies into it.
@@ -55,9 +57,10 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, int b
 }
 // Starts copying the map's box at (column, row, head, batch); what lies outside the tensor arrives as zeros.
 __device__ __forceinline__ void bulk_load(uint32_t target, const CUtensorMap& map, int column, int row, int head, int batch, uint32_t barrier) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(target),
-               "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(target),
+      "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(barrier)
+      : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
@@ -66,10 +69,15 @@ __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepc
 // ... and waits here until the kernels before it are complete and their writes are visible.
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-#else  // kernels follow each other, and nothing is copied in bulk
+#else  // before compute capability 9.0 kernels follow each other, and nothing is copied in bulk
+
+inline constexpr bool kHasBulkCopies = false;
 
 __device__ __forceinline__ void publish_barriers_to_copies() {}
 __device__ __forceinline__ void publish_to_bulk_copies() {}
+__device__ __forceinline__ void barrier_arrive_expecting(uint32_t, int) {}
+__device__ __forceinline__ void bulk_load(uint32_t, const CUtensorMap&, int, int, int, int, uint32_t) {}
+__device__ __forceinline__ void prefetch_map(const CUtensorMap&) {}
 __device__ __forceinline__ void let_next_kernel_start() {}
 __device__ __forceinline__ void wait_for_previous_kernel() {}
 

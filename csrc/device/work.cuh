@@ -15,8 +15,8 @@ struct WorkOrder {
 };
 
 struct Work {
-  int64_t batch, q_head, kv_head;
-  int64_t first_row;
+  int batch, q_head, kv_head;
+  int first_row;
 };
 
 __device__ __forceinline__ Work find_work(const WorkOrder& order, const Problem& problem, int rows_per_block) {
@@ -28,10 +28,10 @@ __device__ __forceinline__ Work find_work(const WorkOrder& order, const Problem&
   const uint32_t head = first_head + in_band % band_heads;
   const uint32_t q_heads = static_cast<uint32_t>(problem.q_heads);
   Work work;
-  work.batch = head / q_heads;
-  work.q_head = head % q_heads;
-  work.kv_head = static_cast<uint32_t>(work.q_head) / (q_heads / static_cast<uint32_t>(problem.kv_heads));
-  work.first_row = static_cast<int64_t>(row_blocks - 1 - in_band / band_heads) * rows_per_block;
+  work.batch = static_cast<int>(head / q_heads);
+  work.q_head = static_cast<int>(head % q_heads);
+  work.kv_head = static_cast<int>(head % q_heads / (q_heads / static_cast<uint32_t>(problem.kv_heads)));
+  work.first_row = static_cast<int>(row_blocks - 1 - in_band / band_heads) * rows_per_block;
   return work;
 }
 

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <new>
 #include <type_traits>
 
 #include "../device/softmax.cuh"
@@ -32,6 +33,26 @@ struct TileShape {
   static constexpr int kRows = kWarpRows * kThreads / 32;
 };
 
+// What the threads of a block agree on. It lies in shared memory because registers are full during the main loop.
+template <class Shape>
+struct BlockPlan {
+  Work work;
+  RowPosition position;
+  TileRange tiles;
+  int key_end;  // one past the last key that any row can see
+  int end_row;
+
+  __device__ __forceinline__ explicit BlockPlan(const ForwardParams& params) {
+    const Problem& problem = params.problem;
+    work = find_work(params.order, problem, Shape::kRows);
+    end_row = static_cast<int>(min(int64_t{work.first_row} + Shape::kRows, problem.q_len));
+    position = row_position(problem.mask, work.batch, problem.q_len, problem.kv_len);
+    const KeyRange visible = visible_keys(problem.mask, position, work.first_row, end_row);
+    tiles = tile_range<Shape::kKeys>(problem.mask, position, visible, work.first_row, end_row);
+    key_end = static_cast<int>(visible.end);
+  }
+};
+
 template <class Shape>
 struct SharedMemory {
   using QueryTile = SwizzledTile<Shape::kRows, Shape::kHeadSize>;  // holds the output rows at the end
@@ -41,27 +62,37 @@ struct SharedMemory {
   uint8_t keys[KeyTile::kBytes];
   uint8_t values[KeyTile::kBytes];
   alignas(16) float key_padding[Shape::kKeys];
+  alignas(16) BlockPlan<Shape> plan;
   // followed by the mask tile
 };
 
-// Q rows with the projection bias added, rounded once. Not asynchronous.
-template <class Shape, class Element>
-__device__ __forceinline__ void load_biased_queries(uint8_t* tile, const Element* source, int64_t row_stride, const Element* bias, int rows,
-                                                    int chunks) {
+// The block's rows of Q; with a projection bias it is added, rounded once, and the copy is not asynchronous.
+template <class Element, class Shape>
+__device__ __forceinline__ void load_queries(SharedMemory<Shape>& shared, const Element* q, const Problem& problem) {
   using Tile = typename SharedMemory<Shape>::QueryTile;
+  const Work& work = shared.plan.work;
+  const int rows = shared.plan.end_row - work.first_row, chunks = static_cast<int>(problem.head_size / 8);
+  q += work.first_row * problem.q.row_stride;
+  if (!problem.q_bias) {
+    load_tile_async<Shape::kRows, Shape::kHeadSize, Shape::kThreads>(shared_address(shared.queries), q, problem.q.row_stride, rows, chunks);
+    copy_async_commit();
+    return;
+  }
+  const Element* bias = static_cast<const Element*>(problem.q_bias) + work.q_head * problem.head_size;
+#pragma unroll 1
   for (int index = threadIdx.x; index < Shape::kRows * Tile::kChunks; index += Shape::kThreads) {
     const int row = index / Tile::kChunks, chunk = index % Tile::kChunks;
     uint4 sum = make_uint4(0, 0, 0, 0);
     if (row < rows && chunk < chunks) {
-      const uint4 query = *reinterpret_cast<const uint4*>(source + row * row_stride + chunk * 8);
-#pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {
-        const float2 x = unpack<Element>((&query.x)[pair]);
-        const Element* b = bias + chunk * 8 + pair * 2;
-        (&sum.x)[pair] = pack<Element>(x.x + convert<float>(b[0]), x.y + convert<float>(b[1]));
-      }
+      const uint4 query = *reinterpret_cast<const uint4*>(q + row * problem.q.row_stride + chunk * 8);
+      const Element* b = bias + chunk * 8;
+      const auto add = [&](uint32_t pair, int at) {
+        const float2 x = unpack<Element>(pair);
+        return pack<Element>(x.x + convert<float>(b[at]), x.y + convert<float>(b[at + 1]));
+      };
+      sum = make_uint4(add(query.x, 0), add(query.y, 2), add(query.z, 4), add(query.w, 6));
     }
-    *reinterpret_cast<uint4*>(tile + Tile::offset(row, chunk)) = sum;
+    *reinterpret_cast<uint4*>(shared.queries + Tile::offset(row, chunk)) = sum;
   }
 }
 
@@ -159,10 +190,11 @@ __device__ __forceinline__ void transform_scores(Accumulator<kRowTiles, kKeyTile
 
 // Divides by the sums, adds the projection bias of V (its weights sum to 1) and stores the warp's rows through `tile`.
 template <class Element, class Shape, class Softmax>
-__device__ __forceinline__ void store_output(Output<Shape>& output, const Softmax& softmax, uint8_t* tile, const ForwardParams& params,
-                                             const Work& work, int warp_row) {
+__device__ __forceinline__ void store_output(Output<Shape>& output, const Softmax& softmax, SharedMemory<Shape>& shared,
+                                             const Problem& problem, int warp_row) {
   using Tile = typename SharedMemory<Shape>::QueryTile;
-  const Problem& problem = params.problem;
+  uint8_t* tile = shared.queries;
+  const Work& work = shared.plan.work;
   const int columns = static_cast<int>(problem.v_head_size);
   float inverse_sum[2 * Shape::kRowTiles];
 #pragma unroll
@@ -190,7 +222,7 @@ __device__ __forceinline__ void store_output(Output<Shape>& output, const Softma
 #pragma unroll 4
   for (int index = lane_index(); index < Shape::kWarpRows * Tile::kChunks; index += 32) {
     const int row = warp_row + index / Tile::kChunks, chunk = index % Tile::kChunks;
-    if (work.first_row + row < problem.q_len && chunk * 8 < columns) {
+    if (work.first_row + row < shared.plan.end_row && chunk * 8 < columns) {
       *reinterpret_cast<uint4*>(target + (work.first_row + row) * problem.y.row_stride + chunk * 8) =
           *reinterpret_cast<const uint4*>(tile + Tile::offset(row, chunk));
     }
@@ -205,43 +237,30 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
   const Problem& problem = params.problem;
   const MaskTile<Shape::kRows, Shape::kKeys> mask_tile(shared_bytes + sizeof(Shared), params.mask_tile);
 
-  const Work work = find_work(params.order, problem, Shape::kRows);
-  const int64_t end_row = min(work.first_row + Shape::kRows, problem.q_len);
-  const RowPosition position = row_position(problem.mask, work.batch, problem.q_len, problem.kv_len);
-  const KeyRange visible = visible_keys(problem.mask, position, work.first_row, end_row);
-  const TileRange tiles = tile_range<Shape::kKeys>(problem.mask, position, visible, work.first_row, end_row);
   const int warp_row = threadIdx.x / 32 * Shape::kWarpRows;
+  const BlockPlan<Shape>& plan = shared.plan;
+  if (threadIdx.x == 0) new (&shared.plan) BlockPlan<Shape>(params);
+  __syncthreads();
 
   Output<Shape> output;
   RunningSoftmax<2 * Shape::kRowTiles> softmax;
   output.clear();
 
-  if (tiles.begin < tiles.end) {
-    const auto rows_of = [&](const Tensor4& tensor, int64_t head) {
-      return static_cast<const Element*>(tensor.data) + work.batch * tensor.batch_stride + head * tensor.head_stride;
+  if (plan.tiles.begin < plan.tiles.end) {
+    const auto rows_of = [&](const Tensor4& tensor, int head) {
+      return static_cast<const Element*>(tensor.data) + plan.work.batch * tensor.batch_stride + head * tensor.head_stride;
     };
-    const Element* k = rows_of(problem.k, work.kv_head);
-    const Element* v = rows_of(problem.v, work.kv_head);
+    const Element* k = rows_of(problem.k, plan.work.kv_head);
+    const Element* v = rows_of(problem.v, plan.work.kv_head);
     const auto load_keys = [&](uint8_t* target, const Element* source, int64_t row_stride, int64_t columns, int tile) {
       // Rows past the last visible key may hold anything, NaN included, and 0 * NaN is NaN: they become zeros.
-      const int64_t first_key = int64_t{tile} * Shape::kKeys;
-      const int rows = static_cast<int>(min(visible.end - first_key, int64_t{Shape::kKeys}));
+      const int first_key = tile * Shape::kKeys;
       load_tile_async<Shape::kKeys, Shape::kHeadSize, Shape::kThreads>(shared_address(target), source + first_key * row_stride, row_stride,
-                                                                       rows, static_cast<int>(columns / 8));
+                                                                       plan.key_end - first_key, static_cast<int>(columns / 8));
       copy_async_commit();
     };
-
-    const Element* q = rows_of(problem.q, work.q_head) + work.first_row * problem.q.row_stride;
-    const int query_rows = static_cast<int>(end_row - work.first_row), query_chunks = static_cast<int>(problem.head_size / 8);
-    if (problem.q_bias) {
-      const Element* bias = static_cast<const Element*>(problem.q_bias) + work.q_head * problem.head_size;
-      load_biased_queries<Shape>(shared.queries, q, problem.q.row_stride, bias, query_rows, query_chunks);
-    } else {
-      load_tile_async<Shape::kRows, Shape::kHeadSize, Shape::kThreads>(shared_address(shared.queries), q, problem.q.row_stride, query_rows,
-                                                                       query_chunks);
-      copy_async_commit();
-    }
-    load_keys(shared.keys, k, problem.k.row_stride, problem.head_size, tiles.end - 1);
+    load_queries<Element, Shape>(shared, rows_of(problem.q, plan.work.q_head), problem);
+    load_keys(shared.keys, k, problem.k.row_stride, problem.head_size, plan.tiles.end - 1);
 
     Queries<Shape> queries(shared_address(shared.queries) + warp_row * Shared::QueryTile::kPitch);
     const BlockReader<typename Shared::KeyTile, BlockOrder::columns_first> key_blocks(shared_address(shared.keys));
@@ -254,12 +273,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
 
     const auto visit = [&](int tile, auto is_masked) __attribute__((always_inline)) {
       constexpr bool kMasked = decltype(is_masked)::value;
-      const int64_t first_key = int64_t{tile} * Shape::kKeys;
       copy_async_wait<0>();
       __syncthreads();  // K is here, and every warp has left V and the mask of the tile before
       load_keys(shared.values, v, problem.v.row_stride, problem.v_head_size, tile);
       if constexpr (kMasked) {
-        const MaskCorner corner{work.batch,  work.q_head, work.first_row, first_key, end_row - work.first_row, visible.end - first_key};
+        const Work& work = plan.work;
+        const int first_key = tile * Shape::kKeys;
+        const MaskCorner corner{work.batch, work.q_head, work.first_row, first_key, plan.end_row - work.first_row, plan.key_end - first_key};
         stage_mask_tile<Shape::kRows, Shape::kKeys, Shape::kThreads>(mask_tile, params.mask_tile, problem.mask, corner);
         stage_key_padding<Shape::kKeys>(shared.key_padding, params.mask_tile, problem.mask.padding, work.batch, first_key);
         copy_async_commit();
@@ -271,13 +291,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
 
       copy_async_wait<0>();
       __syncthreads();  // V and the mask are here, and every warp has left K
-      if (tile > tiles.begin) load_keys(shared.keys, k, problem.k.row_stride, problem.head_size, tile - 1);
+      if (tile > plan.tiles.begin) load_keys(shared.keys, k, problem.k.row_stride, problem.head_size, tile - 1);
 
       transform_scores(scores, params);
       if constexpr (kMasked) {
         apply_mask_tile(scores, mask_tile, params.mask_tile.format, warp_row);
         if (params.mask_tile.key_padding) add_key_padding(scores, shared.key_padding);
-        if (!tiles.is_whole(tile)) exclude_invisible(scores, problem.mask, position, visible.end, work.first_row + warp_row, first_key);
+        if (!plan.tiles.is_whole(tile)) {
+          exclude_invisible(scores, problem.mask, plan.position, plan.key_end, plan.work.first_row + warp_row, tile * Shape::kKeys);
+        }
       }
 
       float correction[2 * Shape::kRowTiles];
@@ -288,25 +310,24 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
     };
 
     const bool has_mask_tile = params.mask_tile.format != MaskTileFormat::none || params.mask_tile.key_padding;
-    const int interior_end = has_mask_tile ? tiles.begin : tiles.whole_end;
-    const int interior_begin = has_mask_tile ? tiles.begin : tiles.whole_begin;
-    int tile = tiles.end - 1;
-    for (; tile >= interior_end; --tile) visit(tile, std::true_type());  // the ragged end and the diagonal
-    for (; tile >= interior_begin; --tile) visit(tile, std::false_type());
-    for (; tile >= tiles.begin; --tile) visit(tile, std::true_type());  // the left edge of a window
+    int tile = plan.tiles.end - 1;
+    const int interior_end = has_mask_tile ? 0 : plan.tiles.whole_end;
+    for (; tile >= max(plan.tiles.begin, interior_end); --tile) visit(tile, std::true_type());  // the ragged end and the diagonal
+    for (; tile >= max(plan.tiles.begin, plan.tiles.whole_begin); --tile) visit(tile, std::false_type());
+    for (; tile >= plan.tiles.begin; --tile) visit(tile, std::true_type());  // the left edge of a window
   }
 
   softmax.finish();
   if (problem.lse && lane_index() % 4 == 0) {
 #pragma unroll
     for (int r = 0; r < 2 * Shape::kRowTiles; ++r) {
-      const int64_t row = work.first_row + warp_row + fragment_row(r);
-      if (row < problem.q_len) {
-        problem.lse[(work.batch * problem.q_heads + work.q_head) * problem.q_len + row] = softmax.log_sum_exp(r, params.unit);
+      const int row = plan.work.first_row + warp_row + fragment_row(r);
+      if (row < plan.end_row) {
+        problem.lse[(plan.work.batch * problem.q_heads + plan.work.q_head) * problem.q_len + row] = softmax.log_sum_exp(r, params.unit);
       }
     }
   }
-  store_output<Element, Shape>(output, softmax, shared.queries, params, work, warp_row);
+  store_output<Element, Shape>(output, softmax, shared, problem, warp_row);
 }
 
 // Heads of a band, so that its keys and values take no more than half the L2 of an H200; an A100's holds them too.

@@ -103,7 +103,7 @@ __device__ void write_outputs(const Problem& problem, const Work& work, const So
 
 // Y and the log-sum-exp. Tiles stand at fixed key positions, so that a row's bits do not depend on which tiles are skipped.
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads, 3) attention(const __grid_constant__ Problem problem, int64_t total, int64_t chunks) {
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) attention(const __grid_constant__ Problem problem, int64_t total, int64_t chunks) {
   using Accum = typename Shape::Accum;
   __shared__ typename Shape::Shared shared;
   for (int64_t index = blockIdx.x; index < total; index += gridDim.x) {
@@ -155,7 +155,7 @@ __device__ void write_scores(const Problem& problem, const Work& work, int64_t k
 
 // The score output, every cell of it.
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads, 3) score_output(const __grid_constant__ Problem problem, int64_t total) {
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) score_output(const __grid_constant__ Problem problem, int64_t total) {
   using Accum = typename Shape::Accum;
   __shared__ typename Shape::Shared shared;
   const ScoreMode mode = problem.score_mode;
@@ -168,36 +168,36 @@ __global__ void __launch_bounds__(Shape::kThreads, 3) score_output(const __grid_
     KeyRange readable{work.visible_begin, work.visible_end};
     if (stage != Stage::masked) readable = KeyRange{0, problem.kv_len};
     if (mode == ScoreMode::mha_logits) readable = KeyRange{0, work.length};
-    typename Shape::Scores scores;
-    const auto find_scores = [&](int64_t key) {
-      multiply_queries_keys<Shape>(problem, work, key, readable, shared, scores);
-      finish_scores<Shape>(problem, work, key, stage, shared, scores);
-    };
-
     Softmax<Shape> softmax;
-    if (mode == ScoreMode::weights) {
-#pragma unroll 1
-      for (int64_t key = work.visible_begin / Shape::kKeys * Shape::kKeys; key < work.visible_end; key += Shape::kKeys) {
-        find_scores(key);
-        Accum correction[Shape::kRowsPerThread];
-        softmax.update(scores, correction);
-      }
-      softmax.finish();
-    }
 
+    // Weights need the sum of the whole row, so they take a pass over the visible keys first. One loop serves both passes: the
+    // steps in it are large.
 #pragma unroll 1
-    for (int64_t key = 0; key < problem.kv_len; key += Shape::kKeys) {
-      if (key < readable.end && key + Shape::kKeys > readable.begin) {
-        find_scores(key);
-      } else {
-        for_each_score<Shape>(scores, [](Accum& score, int, int, int) { score = -INFINITY; });
+    for (int pass = mode == ScoreMode::weights ? 0 : 1; pass < 2; ++pass) {
+      const bool writes = pass == 1;
+      const int64_t end = writes ? problem.kv_len : work.visible_end;
+#pragma unroll 1
+      for (int64_t key = writes ? 0 : work.visible_begin / Shape::kKeys * Shape::kKeys; key < end; key += Shape::kKeys) {
+        typename Shape::Scores scores;
+        if (key < readable.end && key + Shape::kKeys > readable.begin) {
+          multiply_queries_keys<Shape>(problem, work, key, readable, shared, scores);
+          finish_scores<Shape>(problem, work, key, stage, shared, scores);
+        } else {
+          for_each_score<Shape>(scores, [](Accum& score, int, int, int) { score = -INFINITY; });
+        }
+        if (!writes) {
+          Accum correction[Shape::kRowsPerThread];
+          softmax.update(scores, correction);
+          continue;
+        }
+        if (mode == ScoreMode::weights) {
+          for_each_score<Shape>(scores, [&](Accum& score, int r, int, int) {
+            score = softmax.sum[r] == 0 ? Accum(0) : exp(score - softmax.reference(r)) / softmax.sum[r];
+          });
+        }
+        write_scores<Shape>(problem, work, key, scores);
       }
-      if (mode == ScoreMode::weights) {
-        for_each_score<Shape>(scores, [&](Accum& score, int r, int, int) {
-          score = softmax.sum[r] == 0 ? Accum(0) : exp(score - softmax.reference(r)) / softmax.sum[r];
-        });
-      }
-      write_scores<Shape>(problem, work, key, scores);
+      if (!writes) softmax.finish();
     }
   }
 }

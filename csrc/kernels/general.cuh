@@ -33,6 +33,7 @@ template <class AccumType, int kThreadRowCount>
 struct Shape {
   using Accum = AccumType;
   static constexpr int kThreads = 128;
+  static constexpr int kBlocksPerSm = 3;  // leaves 168 registers; fewer blocks would not hide the loads, more would spill
   static constexpr int kThreadsAcross = 16;                       // x: threads that share a row
   static constexpr int kThreadsDown = kThreads / kThreadsAcross;  // y
   static constexpr int kRowsPerThread = kThreadRowCount;

@@ -50,7 +50,7 @@ def refusal(op: str, overload: str, float64: bool) -> str | None:
             "attention.lse cannot be exported: ai.onnx::Attention has no output for the log-sum-exp. "
             "Export the model without return_lse, or compute it from qk_matmul_output_mode=2 with torch.logsumexp"
         )
-    if op in ("mha", "_mha_shared") and float64:
+    if op == "mha" and float64:
         return "mha: query is float64, and com.microsoft::MultiHeadAttention knows float32, float16 and bfloat16 only. Convert the model"
     return None
 

@@ -39,7 +39,7 @@ def translation_table(opset: int) -> dict[Callable[..., Any], Callable[..., Any]
             "torch_onnx_attn.onnx.export reaches 28"
         )
     ops = torch.ops.onnx_attn
-    table: dict[Callable[..., Any], Callable[..., Any]] = {
+    return {
         ops.attention.default: _attention(opset, "Y"),
         ops.attention.kv: _attention(opset, "Y", "present_key", "present_value"),
         ops.attention.qk: _attention(opset, "Y", "qk_matmul_output"),
@@ -49,12 +49,10 @@ def translation_table(opset: int) -> dict[Callable[..., Any], Callable[..., Any]
         ops.mha.kv: _mha("output", "present_key", "present_value"),
         ops.mha.qk: _mha("output", "qk"),
         ops.mha.kv_qk: _mha("output", "present_key", "present_value", "qk"),
+        ops.mha.shared_functional: _mha("output", "present_key", "present_value"),  # what mha.shared decomposes into
         ops.tensor_scatter.default: _tensor_scatter(opset),
         ops.valid_kv_length.default: _valid_kv_length,
     }
-    if hasattr(ops, "_mha_shared"):  # the functional form that mha.shared decomposes into
-        table[ops._mha_shared.default] = _mha("output", "present_key", "present_value")
-    return table
 
 
 # ---------------------------------------------------------------------------------------------------------------------

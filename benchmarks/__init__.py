@@ -1,0 +1,1 @@
+"""Benchmarks: `python benchmarks/bench.py --help`."""

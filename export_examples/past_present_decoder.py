@@ -1,0 +1,112 @@
+"""Generate with growing caches: attention.kv in PyTorch, one Attention node with past and present (opset 23) in the ONNX file.
+
+Each call takes the keys and values so far and returns them with the new ones appended. The first call passes a past of length 0,
+so that one file serves the prompt and each further token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from common import OUT, OnnxModel, Verdict, best_ms, compiled, difference, print_table, set_up
+from tiny_decoder import HEAD_SIZE, HEADS, KV_HEADS, LAYERS, TinyDecoder, attend_without_cache, generate_from_scratch
+
+import torch
+from torch import Tensor, nn
+
+import torch_onnx_attn
+import torch_onnx_attn.onnx
+
+STEPS, TOLERANCE = 12, 1e-4
+PROMPTS = [[5, 17, 3, 88, 41], [71, 2, 34, 11, 6]]  # of one length: past and present have no padding
+
+# (tokens, past) -> logits, present
+Step = Callable[[Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]]
+
+
+class PastPresentDecoder(nn.Module):
+    def __init__(self, decoder: TinyDecoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, tokens: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
+        """tokens [batch, rows]; past: keys and values [batch, KV_HEADS, past_len, HEAD_SIZE] of each layer in turn."""
+        present: list[Tensor] = []
+
+        def attend(layer: int, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
+            keys, values = past[2 * layer : 2 * layer + 2]
+            result = torch_onnx_attn.attention(Q, K, V, past_key=keys, past_value=values, is_causal=True, **HEADS)
+            present.extend((result.present_key, result.present_value))
+            return result.Y
+
+        positions = past[0].shape[2] + torch.arange(tokens.shape[1])
+        logits = self.decoder(tokens, positions[None], attend)
+        return logits, *present
+
+
+def generate(step: Step) -> tuple[list[list[int]], Tensor]:
+    """Greedy tokens of each prompt, and the logits [prompts, STEPS, VOCABULARY] they were chosen from."""
+    past = [torch.empty(len(PROMPTS), KV_HEADS, 0, HEAD_SIZE) for _ in range(2 * LAYERS)]
+    tokens, chosen = torch.tensor(PROMPTS), []
+    for _ in range(STEPS):
+        logits, past = step(tokens, past)
+        chosen.append(logits[:, -1])
+        tokens = chosen[-1].argmax(-1, keepdim=True)
+    rows = torch.stack(chosen, 1)
+    return rows.argmax(-1).tolist(), rows
+
+
+def main() -> None:
+    set_up()
+    model = PastPresentDecoder(TinyDecoder()).eval().requires_grad_(False)
+    print(f"A decoder of {LAYERS} layers with random weights; {len(PROMPTS)} prompts of {len(PROMPTS[0])} tokens,")
+    print(f"{STEPS} tokens generated for each, caches that grow by concatenation inside the node\n")
+
+    path = OUT / "past_present_decoder.onnx"
+    example = (torch.zeros(2, 4, dtype=torch.int64), *(torch.randn(2, KV_HEADS, 3, HEAD_SIZE) for _ in range(2 * LAYERS)))
+    names = [f"{kind}_{layer}" for layer in range(LAYERS) for kind in ("key", "value")]
+    torch_onnx_attn.onnx.export(
+        model,
+        example,
+        path,
+        dynamic_shapes={"tokens": {0: "batch", 1: "rows"}, "past": tuple({0: "batch", 2: "past_len"} for _ in range(2 * LAYERS))},
+        input_names=["tokens", *(f"past_{name}" for name in names)],
+        output_names=["logits", *(f"present_{name}" for name in names)],
+    )
+    exported = OnnxModel(path)
+    fast, compiler = compiled(model, fullgraph=True, dynamic=True)
+
+    def torch_step(run: Callable[..., tuple[Tensor, ...]]) -> Step:
+        def step(tokens: Tensor, past: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            logits, *present = run(tokens, *past)
+            return logits, present
+
+        return step
+
+    scratch = [generate_from_scratch(model.decoder, prompt, STEPS, attend_without_cache()) for prompt in PROMPTS]
+    want_tokens, want_logits = [tokens for tokens, _ in scratch], torch.stack([logits for _, logits in scratch])
+    verdict, rows, checks = Verdict(), [], []
+    for label, run in (("PyTorch eager", model), (compiler, fast), (exported.label, exported)):
+        step = torch_step(run)
+        tokens, logits = generate(step)
+        gap = difference(logits, want_logits)
+        ms = best_ms(lambda step=step: generate(step), 3) / STEPS
+        rows.append([label, "same" if tokens == want_tokens else "different", f"{gap:.1e}", f"{ms:.2f}"])
+        checks.append((tokens == want_tokens and gap < TOLERANCE, f"{label}: tokens and logits as without a cache (within {TOLERANCE:.0e})"))
+    print("Compared with the same model computed again from scratch for every token, attention in plain torch:")
+    print_table(["what ran", "tokens", "largest difference of logits", "ms per step"], rows)
+    print(f"\nTokens of the first prompt: {want_tokens[0]}")
+
+    nodes = exported.count()
+    print(f"\nThe file {path}: {sum(nodes.values())} nodes, among them")
+    print(exported.describe())
+    for holds, claim in checks:
+        verdict.require(holds, claim)
+    verdict.require(nodes["Attention"] == LAYERS, f"{LAYERS} Attention nodes, one for each layer")
+    verdict.require(nodes["Softmax"] == 0, "no Softmax node: no attention was taken apart")
+    verdict.require(nodes["Concat"] == 0, "no Concat node: the caches grow inside the Attention nodes")
+    verdict.finish()
+
+
+if __name__ == "__main__":
+    main()

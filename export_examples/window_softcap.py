@@ -1,0 +1,71 @@
+"""Sliding window and softcap, as in Gemma 2: attributes of one Attention node at opset 25, with no mask tensor anywhere.
+
+A window of W tokens is left_window_size = W - 1: ONNX counts the keys before the query's own.
+"""
+
+from __future__ import annotations
+
+from common import OUT, OnnxModel, Verdict, best_ms, compiled, difference, print_table, set_up
+from tiny_decoder import HEADS, LAYERS, LONGEST, VOCABULARY, TinyDecoder, attend_without_cache
+
+import torch
+from torch import Tensor, nn
+
+import torch_onnx_attn
+import torch_onnx_attn.onnx
+
+WINDOW, SOFTCAP, SCALE, TOLERANCE = 8, 5.0, 0.3, 1e-4
+
+
+class WindowedDecoder(nn.Module):
+    def __init__(self, decoder: TinyDecoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        def attend(_layer: int, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
+            window = {"is_causal": True, "left_window_size": WINDOW - 1}
+            return torch_onnx_attn.attention(Q, K, V, softcap=SOFTCAP, scale=SCALE, **window, **HEADS).Y
+
+        return self.decoder(tokens, torch.arange(tokens.shape[1])[None], attend)
+
+
+def main() -> None:
+    set_up()
+    model = WindowedDecoder(TinyDecoder()).eval().requires_grad_(False)
+    tokens = torch.randint(VOCABULARY, (2, LONGEST))
+    print(f"A decoder of {LAYERS} layers with random weights; {LONGEST} tokens, causal window of {WINDOW}, softcap {SOFTCAP}\n")
+
+    path = OUT / "window_softcap.onnx"
+    torch_onnx_attn.onnx.export(
+        model, (tokens,), path, dynamic_shapes=({0: "batch", 1: "rows"},), input_names=["tokens"], output_names=["logits"]
+    )
+    exported = OnnxModel(path)
+    fast, compiler = compiled(model, fullgraph=True, dynamic=True)
+
+    attend = attend_without_cache(WINDOW, SOFTCAP, SCALE)
+    want = model.decoder(tokens, torch.arange(LONGEST)[None], attend)
+    rows, gaps = [], {}
+    for label, run in (("PyTorch eager", model), (compiler, fast), (exported.label, lambda *inputs: exported(*inputs)[0])):
+        gaps[label] = difference(run(tokens), want)
+        rows.append([label, f"{gaps[label]:.1e}", f"{best_ms(lambda run=run: run(tokens), 3):.1f}"])
+    print("Compared with the same model whose attention is written with masks in plain torch:")
+    print_table(["what ran", "largest difference of logits", "ms"], rows)
+
+    nodes = exported.count()
+    print(f"\nThe file {path}: {sum(nodes.values())} nodes, among them")
+    print(exported.describe())
+    verdict = Verdict()
+    for label, gap in gaps.items():
+        verdict.require(gap < TOLERANCE, f"{label}: logits as with masks (within {TOLERANCE:.0e})")
+    full = model.decoder(tokens, torch.arange(LONGEST)[None], attend_without_cache(None, SOFTCAP, SCALE))
+    verdict.require(difference(full, want) > 100 * TOLERANCE, "the window matters: without it the logits are others")
+    verdict.require(nodes["Attention"] == LAYERS, f"{LAYERS} Attention nodes, one for each layer")
+    verdict.require(nodes["Softmax"] + nodes["Tanh"] + nodes["Where"] == 0, "no Softmax, Tanh or Where node: no attention was taken apart")
+    short = tokens[:1, :3]
+    verdict.require(difference(exported(short)[0], model(short)) < TOLERANCE, "the same file runs at batch 1 and 3 tokens")
+    verdict.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The planner, a pure function: what each call would run, here and on a GPU that is only described."""
+
+import pytest
+import torch
+
+import torch_onnx_attn
+from torch_onnx_attn import CPU, H200, Machine, explain
+
+attention = torch.ops.onnx_attn.attention
+
+
+def qkv(batch=2, q_heads=4, kv_heads=4, q_len=8, kv_len=8, head_size=64, dtype=torch.float16):
+    shapes = (q_heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len)
+    return [torch.randn(batch, heads, rows, head_size).to(dtype) for heads, rows in shapes]
+
+
+def test_cpu_tensors_take_the_cpu_kernel():
+    assert explain(attention.default, *qkv()) == explain(attention.default, *qkv(), machine=CPU)
+    assert explain(attention.default, *qkv()).kernel == "cpu"
+
+
+@pytest.mark.parametrize("machine", [H200, Machine(True, 80, 108, 166912)])
+def test_float64_and_score_outputs_take_the_general_kernel(machine):
+    assert explain(attention.default, *qkv(dtype=torch.float64), machine=machine).kernel == "general"
+    assert explain(attention.qk, *qkv(), qk_matmul_output_mode=0, machine=machine).kernel == "general"
+
+
+def test_an_empty_output_runs_nothing_but_still_appends():
+    Q, K, V = qkv(q_len=0)
+    past = torch.randn(2, 4, 3, 64).half()
+    assert explain(attention.default, Q, K, V, machine=H200).kernel == "nothing"
+    plan = explain(attention.kv, Q, K, V, past_key=past, past_value=past, machine=H200)
+    assert plan.kernel == "nothing" and plan.separate_append
+
+
+def test_the_default_call_needs_no_workspace_on_the_cpu():
+    assert explain(attention.default, *qkv()).workspace_bytes == 0
+
+
+def test_nothing_is_written():
+    Q, K, V = qkv(q_len=1, kv_len=1)
+    key_cache, value_cache = torch.zeros(2, 4, 5, 64).half(), torch.zeros(2, 4, 5, 64).half()
+    explain(torch_onnx_attn.attention_cached, Q, K, V, key_cache, value_cache, torch.tensor([0, 1]))
+    assert not key_cache.any() and not value_cache.any()
+    explained_scatter = torch.zeros(2, 4)
+    with pytest.raises(RuntimeError, match="no attention call"):
+        explain(torch_onnx_attn.tensor_scatter_, explained_scatter, torch.ones(2, 1), axis=1)
+    assert not explained_scatter.any()
+
+
+def test_an_illegal_call_raises_and_recording_ends():
+    Q, K, V = qkv()
+    with pytest.raises(RuntimeError, match="V: has 3 heads"):
+        explain(attention.default, Q, K, V[:, :3])
+    expected = torch.nn.functional.scaled_dot_product_attention(Q.float(), K.float(), V.float())
+    torch.testing.assert_close(attention.default(Q, K, V).float(), expected, atol=2e-3, rtol=0)
+
+
+def test_a_function_without_a_call_has_no_plan():
+    with pytest.raises(RuntimeError, match="no attention call"):
+        explain(lambda: None)
