@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +93,7 @@ class Timer:
             return lambda count: self._host(candidate.calls[0], MODES[method], count)
         if method == "events":
             by_wall = candidate.own_stream or not self.cuda
-            return lambda count: (self._wall if by_wall else self._events)(candidate.calls[0], count)
+            return lambda count: (self._wall if by_wall else self.events)(candidate.calls[0], count)
         if candidate.own_stream:
             raise ValueError("runs on a stream of its own, cannot be captured")
         turns = max(1, CHAIN_CALLS // len(candidate.calls)) if method == "chained" else 1
@@ -102,9 +101,9 @@ class Timer:
         replay = capture(calls) if self.cuda else (lambda: [call() for call in calls])
         if not self.cuda:
             return lambda count: [ms / len(calls) for ms in self._wall(replay, count)]
-        return lambda count: [ms / len(calls) for ms in self._events(replay, count, flush=method == "graph")]
+        return lambda count: [ms / len(calls) for ms in self.events(replay, count, flush=method == "graph")]
 
-    def _events(self, call: Callable[[], Any], count: int, flush: bool = True) -> list[float]:
+    def events(self, call: Callable[[], Any], count: int, flush: bool = True) -> list[float]:
         starts = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
         ends = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
         call()
@@ -182,7 +181,3 @@ def explain(error: BaseException) -> str:
     """An exception in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
-
-
-def no_context() -> Any:
-    return nullcontext()

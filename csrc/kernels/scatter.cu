@@ -39,6 +39,11 @@ void remove_axis(Scatter* scatter, int axis) {
 
 // The same update with as few axes and as wide elements as the strides allow. Axis 0 and the scatter axis keep their meaning.
 Scatter simplify(Scatter scatter) {
+  for (int i = 0; i < scatter.rank; ++i) {  // the stride of an axis of one element is arbitrary, and must not narrow the access
+    const int64_t cache_size = i == scatter.axis ? scatter.cache_axis_size : scatter.sizes[i];
+    if (cache_size == 1) scatter.cache_strides[i] = 0;
+    if (scatter.sizes[i] == 1) scatter.update_strides[i] = 0;
+  }
   for (int i = scatter.rank - 1; i > 0; --i) {
     if (i != scatter.axis && scatter.sizes[i] == 1) remove_axis(&scatter, i);
   }
@@ -75,8 +80,11 @@ __device__ __forceinline__ int64_t target_row(const Scatter& scatter, int64_t ba
     return target >= 0 && target < size ? target : -1;
   }
   if (row + size < rows) return -1;  // a later row lands on the same place, and wins
-  const int64_t remainder = start % size;
-  return ((remainder < 0 ? remainder + size : remainder) + row) % size;
+  // 64-bit division is slow; in ordinary use neither is needed.
+  int64_t target = start >= 0 && start < size ? start : start % size;
+  if (target < 0) target += size;
+  target += row < size ? row : row % size;
+  return target < size ? target : target - size;
 }
 
 // One element for each thread, the last axis fastest. Index is 32 bits where they suffice: 64-bit division is slow enough to

@@ -1,0 +1,160 @@
+// unit.inl: one unit of work, a block of rows of one kv head over one range of keys, and the packing of its operands.
+
+template <class T>
+struct Unit {
+  const Problem& problem;
+  const Blocking& blocking;
+  Scratch<T> scratch;
+
+  int64_t batch = 0, kv_head = 0, split = 0;
+  int64_t first_row = 0, row_count = 0;
+  RowPosition position;
+  KeyRange answers;          // keys that this unit speaks for: all, or one split
+  KeyRange keys;             // keys whose scores it computes
+  const T* key_bias = nullptr;    // added as K and V are read
+  const T* value_bias = nullptr;
+  bool direct_keys = false;       // K can be read in place by dot products
+  bool direct_values = false;     // V can be read in place
+  bool transforms = false;        // scores need more than the limits of their row
+
+  int64_t staged_mask = -1;       // element of the tensor mask that mask_row starts with; -1: none
+  int64_t staged_padding = -1;    // likewise, position * kv_len + key of padding_row
+
+  Unit(const Problem& p, const Blocking& b) : problem(p), blocking(b) {}
+
+  int64_t head_of(int64_t row) const { return kv_head * blocking.group + (first_row + row) % blocking.group; }
+  int64_t position_of(int64_t row) const { return (first_row + row) / blocking.group; }
+  // Keys that rows [begin, end) of the unit see, all of them together.
+  KeyRange visible(int64_t begin, int64_t end) const {
+    return visible_keys(problem.mask, position, position_of(begin), position_of(end - 1) + 1);
+  }
+};
+
+template <class T>
+constexpr DType kComputeDType = sizeof(T) == 4 ? DType::f32 : DType::f64;
+
+ONNX_ATTN_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+ONNX_ATTN_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+ONNX_ATTN_INLINE KeyRange intersect(KeyRange a, KeyRange b) {
+  const KeyRange both{larger(a.begin, b.begin), smaller(a.end, b.end)};
+  return both.begin < both.end ? both : KeyRange{both.begin, both.begin};
+}
+
+ONNX_ATTN_INLINE int64_t bytes_of(DType dtype) { return dtype == DType::f64 || dtype == DType::i64 ? 8 : dtype == DType::f32 || dtype == DType::i32 ? 4 : dtype == DType::boolean ? 1 : 2; }
+
+// Decides which keys the unit computes and how it reads K and V.
+template <class T>
+static void open_unit(Unit<T>& unit, int64_t index) {
+  const Problem& problem = unit.problem;
+  const Blocking& blocking = unit.blocking;
+  // Later rows first: under causality they are the longer work, and threads should end on short units.
+  const int64_t block = blocking.row_blocks - 1 - index % blocking.row_blocks;
+  index /= blocking.row_blocks;
+  unit.split = index % blocking.key_splits;
+  index /= blocking.key_splits;
+  unit.kv_head = index % problem.kv_heads;
+  unit.batch = index / problem.kv_heads;
+  unit.first_row = block * blocking.row_block;
+  unit.row_count = smaller(blocking.row_block, blocking.rows - unit.first_row);
+
+  unit.position = row_position(problem.mask, unit.batch, problem.q_len, problem.kv_len);
+  unit.answers = {0, problem.kv_len};
+  if (blocking.key_splits > 1) unit.answers = intersect({unit.split * kSplitKeys, (unit.split + 1) * kSplitKeys}, unit.answers);
+  switch (problem.score_mode) {
+    case ScoreMode::raw:
+    case ScoreMode::capped: unit.keys = unit.answers; break;
+    case ScoreMode::mha_logits: {
+      Mask without_window = problem.mask;
+      without_window.left = without_window.right = -1;
+      unit.keys = intersect(unit.answers, visible_keys(without_window, unit.position, 0, problem.q_len));
+      break;
+    }
+    default: unit.keys = intersect(unit.answers, unit.visible(0, unit.row_count));
+  }
+
+  constexpr int L = kLanes<T>;
+  const bool biased = !problem.append.active;
+  unit.direct_keys = blocking.few_rows && problem.dtype == kComputeDType<T> && !(biased && problem.k_bias) && problem.head_size % L == 0;
+  // With many rows V is read many times: only compact rows stay in the first-level cache, where large powers of two collide.
+  unit.direct_values = problem.v_dtype == kComputeDType<T> && !(biased && problem.v_bias) && !problem.beams.index &&
+                       problem.v_head_size % L == 0 && (blocking.few_rows || problem.v.row_stride <= 2 * problem.v_head_size);
+  unit.transforms = problem.softcap != 0 || problem.mask.tensor.kind != TensorMask::Kind::none ||
+                    problem.mask.padding.kind != Padding::Kind::none || problem.score_mode != ScoreMode::none;
+}
+
+// One head's projection bias as compute values, or null.
+template <class T>
+static const T* read_bias(const Problem& problem, const void* bias, int64_t head, int64_t size, int64_t padded, T* target) {
+  if (!bias) return nullptr;
+  const void* row = static_cast<const char*>(bias) + head * size * bytes_of(problem.dtype);
+  pack_rows_any<T>(problem.dtype, &row, 1, size, nullptr, padded, target);
+  return target;
+}
+
+// Q rows, biased and scaled once here instead of once for each score.
+template <class T>
+static void pack_queries(Unit<T>& unit) {
+  const Problem& problem = unit.problem;
+  const int64_t padded = unit.blocking.padded_head;
+  for (int64_t i = 0; i < unit.row_count; ++i) {
+    const int64_t head = unit.head_of(i);
+    const int64_t offset =
+        unit.batch * problem.q.batch_stride + head * problem.q.head_stride + unit.position_of(i) * problem.q.row_stride;
+    const void* row = static_cast<const char*>(problem.q.data) + offset * bytes_of(problem.dtype);
+    const T* bias = read_bias<T>(problem, problem.q_bias, head, problem.head_size, padded, unit.scratch.keys);  // free until K comes
+    T* target = unit.scratch.queries + i * padded;
+    pack_rows_any<T>(problem.dtype, &row, 1, problem.head_size, bias, padded, target);
+    const T scale = static_cast<T>(problem.scale);
+    for (int64_t d = 0; d < padded; d += kLanes<T>) store(target + d, load(target + d) * scale);
+  }
+}
+
+// Addresses of `count` rows of K or V from `key` on; a beam search takes each from the cache of its own entry.
+template <class T>
+static void point_at_rows(Unit<T>& unit, const Tensor4& tensor, DType dtype, int64_t key, int64_t count) {
+  const Beams& beams = unit.problem.beams;
+  const int64_t size = bytes_of(dtype);
+  const char* head = static_cast<const char*>(tensor.data) + unit.kv_head * tensor.head_stride * size;
+  const int64_t indirect = beams.index ? beams.past.at(unit.batch, unit.problem.kv_len) : 0;
+  for (int64_t i = 0; i < count; ++i) {
+    int64_t entry = unit.batch;
+    if (key + i < indirect) {
+      const int64_t beam = beams.index[unit.batch * beams.batch_stride + key + i];
+      entry = unit.batch / beams.width * beams.width + smaller(larger(beam, 0), beams.width - 1);
+    }
+    unit.scratch.row_pointers[i] = head + (entry * tensor.batch_stride + (key + i) * tensor.row_stride) * size;
+  }
+}
+
+template <class T>
+static void pack_key_tile(Unit<T>& unit, int64_t key, int64_t count) {
+  const Problem& problem = unit.problem;
+  Scratch<T>& scratch = unit.scratch;
+  point_at_rows(unit, problem.k, problem.dtype, key, count);
+  if (unit.direct_keys) return;
+  if (unit.blocking.few_rows) {
+    pack_rows_any<T>(problem.dtype, scratch.row_pointers, count, problem.head_size, unit.key_bias, unit.blocking.padded_head, scratch.keys);
+    for (int64_t i = 0; i < count; ++i) scratch.row_pointers[i] = scratch.keys + i * unit.blocking.padded_head;
+  } else {
+    pack_transposed_any<T>(problem.dtype, scratch.row_pointers, count, problem.head_size, unit.key_bias, scratch.keys);
+  }
+}
+
+// The tile's V rows as compute values, [count][*stride].
+template <class T>
+static const T* value_tile(Unit<T>& unit, int64_t key, int64_t count, int64_t* stride) {
+  const Problem& problem = unit.problem;
+  if (unit.direct_values) {
+    *stride = problem.v.row_stride;
+    return static_cast<const T*>(problem.v.data) + unit.batch * problem.v.batch_stride + unit.kv_head * problem.v.head_stride +
+           key * problem.v.row_stride;
+  }
+  *stride = unit.blocking.padded_v_head;
+  // The pointers of K's rows may still be in use: V has its own after them.
+  const void** keys_rows = unit.scratch.row_pointers;
+  unit.scratch.row_pointers += kKeyTile;
+  point_at_rows(unit, problem.v, problem.v_dtype, key, count);
+  pack_rows_any<T>(problem.v_dtype, unit.scratch.row_pointers, count, problem.v_head_size, unit.value_bias, *stride, unit.scratch.values);
+  unit.scratch.row_pointers = keys_rows;
+  return unit.scratch.values;
+}
