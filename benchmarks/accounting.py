@@ -119,8 +119,7 @@ def ratio_to_best(unit: str, ours: float | None, peers: dict[str, float | None])
         return None, None
     if unit in LESS_IS_BETTER:
         best = min(measured, key=lambda name: measured[name])
-        if ours == 0:  # bytes: none at all
-            return (1.0 if measured[best] == 0 else float(measured[best])), best
-        return measured[best] / ours, best
+        least = 2**20 if unit == "bytes" else 0  # below a megabyte, memory counts as a megabyte
+        return max(measured[best], least) / max(ours, least), best
     best = max(measured, key=lambda name: measured[name])
     return ours / measured[best], best

@@ -11,10 +11,12 @@ Losing lines come first in the table. The exit code is 1 when a line of ours fai
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -84,7 +86,7 @@ def chosen_peers(line: Line, pattern: str) -> list[str]:
     return [name for name in line.peers if name.startswith("ours_") or (pattern != "none" and re.search(pattern, name))]
 
 
-def run(chosen: Sequence[Line], pattern: str, timer: Timer, found: dict[str, float], save) -> list[Record]:
+def run(chosen: Sequence[Line], pattern: str, timer: Timer, found: dict[str, float], save: Callable[[list[Record]], None]) -> list[Record]:
     """Every line in turn. One that fails leaves a record with its error, and the next one runs."""
     records: list[Record] = []
     lost = None  # the line that took the CUDA context with it
@@ -100,22 +102,22 @@ def run(chosen: Sequence[Line], pattern: str, timer: Timer, found: dict[str, flo
             lost = lost or (None if context_is_alive(timer) else line.name)
         records += made
         save(records)
+        if timer.cuda and not lost:
+            torch.cuda.empty_cache()
         for record in made:
-            result = record["error"] or f"{record['ours']:.4g} {record['unit']}, ratio {record['ratio'] or float('nan'):.2f}"
-            print(f"[{number}/{len(chosen)}] {record['name']}: {result}  ({time.perf_counter() - begin:.1f} s)", flush=True)
+            print(f"[{number}/{len(chosen)}] {report.progress(record)}  ({time.perf_counter() - begin:.1f} s)", flush=True)
     return records
 
 
 def run_line(line: Line, names: Sequence[str], timer: Timer, found: dict[str, float]) -> list[Record]:
-    device = "cuda" if timer.cuda else "cpu"
-    sets = make_inputs(line, device)
+    sets = make_inputs(line, timer.device)
     candidates, refused = [ours(line, sets)], {}
     for name in names:
         try:
             candidates.append(BUILDERS[name](line, sets))
         except Exception as error:
             refused[name] = explain(error)
-    errors, wrong = verify(line, sets, candidates, device)
+    errors, wrong = verify(line, sets, candidates, timer)
     if "ours" in wrong:
         raise RuntimeError(wrong["ours"])
     refused |= wrong
@@ -128,13 +130,10 @@ def run_line(line: Line, names: Sequence[str], timer: Timer, found: dict[str, fl
         records.append(report.make_record(line, method, measured, {**refused, **failures}, errors, found))
         if methods == ["events"] and min(measured.values(), default=1.0) < SHORT_MS:
             methods.append("graph")
-    del candidates, sets
-    if timer.cuda:
-        torch.cuda.empty_cache()
     return records
 
 
-def verify(line: Line, sets: list[Inputs], candidates: list[Candidate], device: str) -> tuple[dict[str, float], dict[str, str]]:
+def verify(line: Line, sets: list[Inputs], candidates: list[Candidate], timer: Timer) -> tuple[dict[str, float], dict[str, str]]:
     """The relative error of each candidate on the first and last input set, and what is wrong with those that are."""
     errors: dict[str, float] = {}
     wrong: dict[str, str] = {}
@@ -142,18 +141,28 @@ def verify(line: Line, sets: list[Inputs], candidates: list[Candidate], device: 
         if candidate.name.startswith("ours_"):
             continue  # another question than the line's; ours answers for it
         limit = check.TOLERANCE[line.dtype] * (1 if candidate.name == "ours" else check.PEER_FACTOR)
-        try:
-            with candidate.context():
-                for which in {0, len(sets) - 1}:
-                    check.poison(line, device)
-                    sets[which].forget_writes()
-                    error = check.relative_error(line, sets[which], candidate.unpack(candidate.calls[which]()))
-                    errors[candidate.name] = max(error, errors.get(candidate.name, 0.0))
-            if errors[candidate.name] > limit:
-                wrong[candidate.name] = f"wrong result: relative error {errors[candidate.name]:.2g}, limit {limit:.2g}"
-        except Exception as error:
-            wrong[candidate.name] = explain(error)
-    return {name: error for name, error in errors.items() if error < float("inf")}, wrong
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                error = max(one_error(line, sets[which], candidate, which, timer) for which in {0, len(sets) - 1})
+            except Exception as fault:
+                wrong[candidate.name] = explain(fault, [str(warning.message) for warning in told])
+                continue
+        if error > limit:
+            wrong[candidate.name] = f"wrong result: relative error {error:.2g}, limit {limit:.2g}"
+        if math.isfinite(error):
+            errors[candidate.name] = error
+    return errors, wrong
+
+
+def one_error(line: Line, inputs: Inputs, candidate: Candidate, which: int, timer: Timer) -> float:
+    check.poison(line, timer.device)
+    inputs.forget_writes()
+    if candidate.own_stream:
+        timer.synchronize()
+    with candidate.context():
+        result = candidate.calls[which]()
+    return check.relative_error(line, inputs, candidate.unpack(result))
 
 
 def context_is_alive(timer: Timer) -> bool:

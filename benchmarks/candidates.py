@@ -68,9 +68,7 @@ def _our_call(line: Line, inputs: Inputs) -> Callable[[], Any]:
     if line.call == "attention_cached":
         return partial(ops.attention_cached.default, *tensors, inputs.past_key, inputs.past_value, inputs.positions, **attributes)
     if line.call == "attention.kv":
-        return partial(
-            ops.attention.kv, *tensors, inputs.mask, past_key=inputs.past_key, past_value=inputs.past_value, **attributes
-        )
+        return partial(ops.attention.kv, *tensors, inputs.mask, past_key=inputs.past_key, past_value=inputs.past_value, **attributes)
     if inputs.lengths is not None:
         attributes["nonpad_kv_seqlen"] = inputs.lengths
     if line.call == "attention.qk":

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import candidates, extra_peers
 from benchmarks.candidates import Candidate, Refused
@@ -52,7 +52,7 @@ def _head_axis(line: Line, mask: Tensor) -> tuple[int]:
 
 
 def sdpa(name: str, line: Line, sets: list[Inputs]) -> Candidate:
-    calls = [partial(F.scaled_dot_product_attention, x.q, x.k, x.v, **_sdpa_arguments(line, x)) for x in sets]
+    calls = [partial(scaled_dot_product_attention, x.q, x.k, x.v, **_sdpa_arguments(line, x)) for x in sets]
     if name == "sdpa":  # whatever torch picks
         return Candidate(name, calls)
     return Candidate(name, calls, context=partial(sdpa_kernel, BACKENDS[name]))
@@ -121,7 +121,7 @@ def concatenate_then_attend(name: str, line: Line, sets: list[Inputs]) -> Candid
     def call(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         keys = torch.cat((inputs.past_key, inputs.k), 2)
         values = torch.cat((inputs.past_value, inputs.v), 2)
-        return F.scaled_dot_product_attention(inputs.q, keys, values, enable_gqa=True), keys, values
+        return scaled_dot_product_attention(inputs.q, keys, values, enable_gqa=True), keys, values
 
     calls = [partial(call, inputs) for inputs in sets]
     if name == "cat_sdpa":
@@ -135,7 +135,7 @@ def write_then_attend(name: str, line: Line, sets: list[Inputs]) -> Candidate:
     def call(inputs: Inputs, position: Tensor) -> Tensor:
         inputs.past_key.index_copy_(2, position, inputs.k)
         inputs.past_value.index_copy_(2, position, inputs.v)
-        return F.scaled_dot_product_attention(inputs.q, inputs.past_key, inputs.past_value, enable_gqa=True)
+        return scaled_dot_product_attention(inputs.q, inputs.past_key, inputs.past_value, enable_gqa=True)
 
     if line.lengths != line.kv_len:
         raise Refused("needs every row of the cache to be full")

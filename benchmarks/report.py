@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import datetime
+import importlib.metadata
 import json
 import os
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks import accounting
+from benchmarks import accounting, machine
 from benchmarks.accounting import LESS_IS_BETTER
 from benchmarks.shapes import Line
 from benchmarks.timing import METHODS
 
 Record = dict[str, Any]
+LIBRARIES = ("triton", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "flash-attn-4", "flashinfer-python", "onnxruntime-gpu", "onnxruntime")
 
 
 def make_record(
@@ -59,9 +57,10 @@ def failed_record(line: Line, message: str, peers: Sequence[str]) -> Record:
 
 
 def goals(line: Line, method: str) -> dict[str, float]:
-    """What the design asks of the line. Fractions of bandwidth are asked of the last of a line's methods."""
-    asked = {"ratio": line.goal_ratio}
-    if line.goal_ceiling and method == line.methods[-1]:
+    """What the design asks of the line. More than a tie, and fractions of bandwidth, are asked of the last of its methods."""
+    last = method == line.methods[-1]
+    asked = {"ratio": line.goal_ratio if last else min(1.0, line.goal_ratio)}
+    if line.goal_ceiling and last:
         asked["ceiling_fraction"] = line.goal_ceiling
     if line.goal_value:
         asked["value"] = line.goal_value
@@ -126,6 +125,13 @@ def _align(row: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join([*cells, row[-1]]).rstrip()
 
 
+def progress(record: Record) -> str:
+    if record["error"]:
+        return f"{record['name']}: {record['error']}"
+    ratio = f", {record['ratio']:.2f} x {record['best_peer']}" if record["best_peer"] else ""
+    return f"{record['name']}: {_number(record['ours'])} {record['unit']}{ratio}"
+
+
 def _number(value: float | None) -> str:
     if value is None:
         return "-"
@@ -145,41 +151,29 @@ def summary(records: Sequence[Record]) -> str:
 
 def header(device: str, quick: bool) -> dict[str, Any]:
     """Where and when: everything of the JSON file but ceilings and lines."""
-    return {
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0") if device == "cuda" else None,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "date": datetime.date.today().isoformat(),
-        "commit": _commit(),
-        "quick": quick,
-    }
+    facts = machine.describe()
+    libraries = {name: _version(name) for name in LIBRARIES}
+    return {**facts, "gpu": facts["gpu"] if device == "cuda" else "cpu", "quick": quick, "libraries": libraries}
 
 
-def _commit() -> str | None:
-    here = str(Path(__file__).parent)
-    commit = _output("git", "-C", here, "rev-parse", "--short=12", "HEAD")
-    changed = commit and _output("git", "-C", here, "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}-dirty" if changed else commit
-
-
-def _output(*command: str) -> str | None:
+def _version(package: str) -> str | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
         return None
 
 
 def default_path(head: dict[str, Any]) -> Path:
-    """benchmarks/results/h200-2026-12-24.json for an NVIDIA H200."""
-    gpu = "-".join(word for word in head["gpu"].lower().split() if word != "nvidia")
-    return Path(__file__).parent / "results" / f"{gpu}-{head['date']}.json"
+    """benchmarks/results/nvidia-h200-2026-12-24.json, or under $OUT where a machine collects its results."""
+    folder = Path(os.environ["OUT"]) if os.environ.get("OUT") else machine.RESULTS
+    return folder / f"{head['gpu'].lower().replace(' ', '-')}-{head['date']}.json"
 
 
 def write_json(path: Path, head: dict[str, Any], ceilings: dict[str, float], records: Sequence[Record]) -> None:
     """The whole file at once, so that a run which is cut short leaves a readable file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    rounded = json.loads(json.dumps({**head, "ceilings": ceilings, "lines": list(records)}), parse_float=lambda text: float(f"{float(text):.6g}"))
+    text = json.dumps({**head, "ceilings": ceilings, "lines": list(records)}, allow_nan=False)
+    rounded = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.6g}"))
     part.write_text(json.dumps(rounded, indent=1) + "\n")
     os.replace(part, path)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,11 +42,16 @@ class Effort:
 FULL = Effort(rounds=4, block_ms=50.0, max_samples=100, host_batches=10)
 QUICK = Effort(rounds=2, block_ms=20.0, max_samples=40, host_batches=5)
 
-Sampler = Callable[[int], list[float]]  # a number of samples -> that many milliseconds
+
+@dataclass(frozen=True)
+class Sampler:
+    take: Callable[[int], list[float]]  # a number of samples -> that many milliseconds per call
+    calls: int = 1  # calls in one sample
 
 
 class Timer:
     def __init__(self, device: str, effort: Effort) -> None:
+        self.device = device
         self.cuda = device == "cuda"
         self.effort = effort
         self._flush = torch.empty(FLUSH_BYTES // 4 if self.cuda else 1, dtype=torch.int32, device=device)
@@ -68,40 +74,45 @@ class Timer:
                 refused[candidate.name] = explain(error)
         for turn in range(1 if method == "memory" else self.effort.rounds):
             for candidate in turn_order(candidates, turn):
-                if candidate.name in samplers:
+                if candidate.name in refused:
+                    continue
+                try:
                     with candidate.context():
                         samples[candidate.name] += self._one_turn(samplers[candidate.name], method)
-        return {name: statistics.median(times) for name, times in samples.items()}, refused
+                except Exception as error:
+                    refused[candidate.name] = explain(error)
+        return {name: statistics.median(times) for name, times in samples.items() if name not in refused}, refused
 
     def _one_turn(self, sampler: Sampler, method: str) -> list[float]:
         if method == "memory":
-            return sampler(1)
+            return sampler.take(1)
         if method in MODES:
-            return sampler(self.effort.host_batches)
-        estimate = min(sampler(2))
-        return sampler(int(min(self.effort.max_samples, max(3, self.effort.block_ms / max(estimate, 1e-3)))))
+            return sampler.take(self.effort.host_batches)
+        sample_ms = max(min(sampler.take(2)) * sampler.calls, 1e-3)
+        return sampler.take(int(min(self.effort.max_samples, max(3, self.effort.block_ms / sample_ms))))
 
     def _sampler(self, candidate: Candidate, method: str) -> Sampler:
-        """Everything that may fail (warm-up, compilation, capture) happens here, once."""
+        """Everything that usually fails, if it does (warm-up, compilation, capture), happens here, once."""
         for call in candidate.calls:
             call()
             call()
         self.synchronize()
+        first = candidate.calls[0]
         if method == "memory":
-            return lambda count: [float(self._peak_bytes(candidate.calls[0])) for _ in range(count)]
+            return Sampler(lambda count: [float(self._peak_bytes(first)) for _ in range(count)])
         if method in MODES:
-            return lambda count: self._host(candidate.calls[0], MODES[method], count)
+            return Sampler(lambda count: self._host(first, MODES[method], count))
         if method == "events":
-            by_wall = candidate.own_stream or not self.cuda
-            return lambda count: (self._wall if by_wall else self.events)(candidate.calls[0], count)
+            return Sampler(partial(self._wall if candidate.own_stream or not self.cuda else self.events, first))
         if candidate.own_stream:
             raise ValueError("runs on a stream of its own, cannot be captured")
-        turns = max(1, CHAIN_CALLS // len(candidate.calls)) if method == "chained" else 1
-        calls = candidate.calls * turns if method == "chained" else candidate.calls[:1]
-        replay = capture(calls) if self.cuda else (lambda: [call() for call in calls])
-        if not self.cuda:
-            return lambda count: [ms / len(calls) for ms in self._wall(replay, count)]
-        return lambda count: [ms / len(calls) for ms in self.events(replay, count, flush=method == "graph")]
+        turns = max(1, CHAIN_CALLS // len(candidate.calls))
+        calls = candidate.calls * turns if method == "chained" else [first]
+        if self.cuda:
+            take = partial(self.events, capture(calls), flush=method == "graph")
+        else:
+            take = partial(self._wall, lambda: [call() for call in calls])
+        return Sampler(lambda count: [ms / len(calls) for ms in take(count)], len(calls))
 
     def events(self, call: Callable[[], Any], count: int, flush: bool = True) -> list[float]:
         starts = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
@@ -177,7 +188,9 @@ def capture(calls: list[Callable[[], Any]]) -> Callable[[], None]:
     return graph.replay
 
 
-def explain(error: BaseException) -> str:
-    """An exception in one line."""
-    text = " ".join(str(error).split())
+def explain(error: BaseException, told: Sequence[str] = ()) -> str:
+    """An exception in one line, with what the library warned of: SDPA says only in warnings why a backend refuses."""
+    reasons = [text.split(" (Triggered internally")[0] for text in told]
+    reasons = [text for text in reasons if not text.endswith(("not used because:", "has been runtime disabled.", "runtime disabled"))]
+    text = " ".join(" ".join([str(error), *dict.fromkeys(reasons)]).split())
     return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__

@@ -49,6 +49,7 @@ STABLE_TORCH_LIBRARY(onnx_attn, m) {
 
   // Not public: what the build holds, and the plan of a call without running it.
   m.def("_build_info() -> int[]");
+  m.def("_prefer_kernels(int[] text) -> ()");
   m.def("_record_plans(bool record, int[] device) -> ()");
   m.def("_recorded_plan() -> Tensor?");
 }

@@ -1,23 +1,115 @@
 // plan.cpp: every choice between kernels, with its reason.
 #include "plan.h"
 
+#include <cstring>
+
+#include "launch.h"
+
 namespace onnx_attn {
 
-const char* kernel_name(Kernel kernel) {
-  switch (kernel) {
-    case Kernel::nothing: return "nothing";
-    case Kernel::cpu: return "cpu";
-    case Kernel::general: return "general";
-  }
-  return "unknown";
+namespace {
+
+constexpr const char* kNames[kKernels] = {"nothing", "cpu", "decode", "forward_sm80", "general"};
+
+// CUDA kernels, fastest first for the calls that they take.
+constexpr Kernel kCandidates[] = {Kernel::decode, Kernel::forward_sm80, Kernel::general};
+
+int64_t align(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+int64_t element_bytes(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
+
+int64_t biased_key_bytes(const Problem& problem) {
+  return align(problem.batch * problem.kv_heads * problem.kv_len * problem.head_size * element_bytes(problem.dtype));
 }
 
-Plan make_plan(const Problem& problem, const Device& device) {
+int64_t biased_value_bytes(const Problem& problem) {
+  return align(problem.batch * problem.kv_heads * problem.kv_len * problem.v_head_size * element_bytes(problem.v_dtype));
+}
+
+// Tensor cores multiply tiles of 16 query rows: below that decode's packing of grouped heads wastes less, and its split over
+// keys fills the machine.
+const char* refusal(Kernel kernel, const Problem& problem, const Device& device) {
+  switch (kernel) {
+    case Kernel::decode:
+      if (device.capability < 80) return "the decode kernel needs compute capability 8.0";
+      return cuda::decode_refusal(problem);
+    case Kernel::forward_sm80:
+      if (device.capability < 80) return "the forward_sm80 kernel needs compute capability 8.0";
+      return cuda::forward_sm80_refusal(problem);
+    default: return nullptr;
+  }
+}
+
+int64_t kernel_workspace(Kernel kernel, const Problem& problem, const Device& device) {
+  return kernel == Kernel::decode ? cuda::decode_workspace_bytes(problem, device) : 0;
+}
+
+void choose_cuda_kernel(Plan& plan, const Problem& problem, const Device& device, const Preference& preference) {
+  for (const Kernel kernel : kCandidates) {
+    const int number = static_cast<int>(kernel);
+    if (preference.forced >= 0 && preference.forced != number) {
+      plan.refusals[number] = "another kernel is forced";
+    } else if (preference.forbidden >> number & 1) {
+      plan.refusals[number] = "it is forbidden";
+    } else {
+      plan.refusals[number] = refusal(kernel, problem, device);
+    }
+    if (plan.refusals[number]) continue;
+    plan.kernel = kernel;
+    return;
+  }
+  plan.error = preference.forced >= 0 ? plan.refusals[preference.forced] : "every kernel is forbidden";
+}
+
+}  // namespace
+
+int64_t biased_bytes(const Problem& problem) { return biased_key_bytes(problem) + biased_value_bytes(problem); }
+
+const char* kernel_name(Kernel kernel) { return kNames[static_cast<int>(kernel)]; }
+
+int kernel_named(const char* name) {
+  for (const Kernel kernel : kCandidates) {
+    if (std::strcmp(name, kernel_name(kernel)) == 0) return static_cast<int>(kernel);
+  }
+  return -1;
+}
+
+Problem after_separate_steps(const Problem& problem, const Plan& plan, void* workspace) {
+  Problem attended = problem;
+  if (plan.separate_append || plan.separate_bias) {
+    attended.append.active = false;
+    attended.k_bias = attended.v_bias = nullptr;
+  }
+  if (plan.separate_bias) {
+    char* keys = static_cast<char*>(workspace);
+    const auto packed = [&](char* data, int64_t columns) {
+      return Tensor4{data, problem.kv_heads * problem.kv_len * columns, problem.kv_len * columns, columns};
+    };
+    attended.k = packed(keys, problem.head_size);
+    attended.v = packed(keys + biased_key_bytes(problem), problem.v_head_size);
+  }
+  return attended;
+}
+
+Plan make_plan(const Problem& problem, const Device& device, const Preference& preference) {
   Plan plan;
   plan.separate_append = problem.append.active;
   const bool has_rows = problem.batch > 0 && problem.q_heads > 0 && problem.q_len > 0;
   if (!has_rows) return plan;
-  plan.kernel = device.is_cuda ? Kernel::general : Kernel::cpu;
+  if (!device.is_cuda) {
+    plan.kernel = Kernel::cpu;
+    return plan;
+  }
+  // The general kernel adds a projection bias to K and V as it reads them. The fast ones read tiles by asynchronous copies, so for
+  // them the sums are stored once, in the layout that they like best.
+  const bool has_unstored_bias = !problem.append.active && (problem.k_bias || problem.v_bias);
+  const bool general_wanted = preference.forced == static_cast<int>(Kernel::general);
+  plan.separate_bias = has_unstored_bias && !general_wanted;
+  choose_cuda_kernel(plan, after_separate_steps(problem, plan, nullptr), device, preference);
+  if (plan.kernel == Kernel::general) plan.separate_bias = false;
+  const Problem attended = after_separate_steps(problem, plan, nullptr);
+  if (plan.separate_bias) plan.workspace_bytes = biased_bytes(problem);
+  plan.workspace_bytes += kernel_workspace(plan.kernel, attended, device);
   return plan;
 }
 

@@ -23,6 +23,19 @@ const Device* pretended_device() { return machine ? &*machine : nullptr; }
 
 void store(const Plan& plan) { last_plan = plan; }
 
+std::string as_json(const Plan& plan) {
+  std::string refusals, separator;
+  for (int kernel = 0; kernel < kKernels; ++kernel) {
+    if (!plan.refusals[kernel]) continue;
+    refusals += separator + "\"" + kernel_name(static_cast<Kernel>(kernel)) + "\": \"" + plan.refusals[kernel] + "\"";
+    separator = ", ";
+  }
+  const auto text = [](bool value) { return value ? "true" : "false"; };
+  return std::string("{\"kernel\": \"") + kernel_name(plan.kernel) + "\", \"refusals\": {" + refusals + "}, \"separate_append\": " +
+         text(plan.separate_append) + ", \"separate_bias\": " + text(plan.separate_bias) +
+         ", \"workspace_bytes\": " + std::to_string(plan.workspace_bytes) + "}";
+}
+
 }  // namespace plan_record
 
 namespace {
@@ -41,9 +54,7 @@ void record_plans(bool record, std::vector<int64_t> device) {
 // The last recorded plan as JSON text in a uint8 tensor (strings leak in the stable ABI of torch 2.11), or None.
 OptionalTensor recorded_plan() {
   if (!plan_record::last_plan) return std::nullopt;
-  const Plan& plan = *plan_record::last_plan;
-  const std::string text = std::string("{\"kernel\": \"") + kernel_name(plan.kernel) + "\", \"separate_append\": " +
-                           (plan.separate_append ? "true" : "false") + ", \"workspace_bytes\": " + std::to_string(plan.workspace_bytes) + "}";
+  const std::string text = plan_record::as_json(*plan_record::last_plan);
   const int64_t size = static_cast<int64_t>(text.size());
   Tensor bytes = torch::stable::empty({size}, ScalarType::Byte);
   std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());

@@ -1,6 +1,8 @@
 // plan_record.h: lets a caller ask what a call would do, on a machine that it describes, without running it.
 #pragma once
 
+#include <string>
+
 #include "plan.h"
 
 namespace onnx_attn::plan_record {
@@ -10,5 +12,7 @@ bool is_recording();
 const Device* pretended_device();
 
 void store(const Plan& plan);
+
+std::string as_json(const Plan& plan);
 
 }  // namespace onnx_attn::plan_record

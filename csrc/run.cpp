@@ -1,7 +1,10 @@
 // run.cpp: the step from a checked Problem to kernels: device, stream, plan, launch.
+#include <cstdio>
+#include <cstdlib>
 #include <vector>
 
 #include "plan_record.h"
+#include "preference.h"
 #include "torch_bridge.h"
 
 #ifdef ONNX_ATTN_WITH_CUDA
@@ -22,19 +25,27 @@ void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& bo
   torch::stable::parallel_for(0, count, 1, body);
 }
 
-// What attention sees once its new rows are stored, biases included.
-void mark_appended(Problem& problem) {
-  problem.append.active = false;
-  problem.k_bias = problem.v_bias = nullptr;
+bool is_logging() {
+  static const bool logging = [] {
+    const char* value = std::getenv("TORCH_ONNX_ATTN_LOG");
+    return value && *value && std::string(value) != "0";
+  }();
+  return logging;
 }
 
-void run_cpu(Problem& problem) {
-  const Plan plan = make_plan(problem, Device{});
-  if (plan.separate_append) {
-    cpu::append(problem, parallel_for);
-    mark_appended(problem);
-  }
-  if (plan.kernel == Kernel::cpu) cpu::attention(problem, parallel_for);
+Plan plan_for(const Problem& problem, const Device& device) {
+  std::string error;
+  const Preference& preference = current_preference(error);
+  ONNX_ATTN_CHECK(error.empty(), error);
+  const Plan plan = make_plan(problem, device, preference);
+  if (is_logging()) std::fprintf(stderr, "torch_onnx_attn: %s\n", plan_record::as_json(plan).c_str());
+  return plan;
+}
+
+void run_cpu(const Problem& problem) {
+  const Plan plan = plan_for(problem, Device{});
+  if (plan.separate_append) cpu::append(problem, parallel_for);
+  if (plan.kernel == Kernel::cpu) cpu::attention(after_separate_steps(problem, plan, nullptr), parallel_for);
 }
 
 #ifdef ONNX_ATTN_WITH_CUDA
@@ -56,14 +67,38 @@ Device device_of(const Tensor& like) {
   return device;
 }
 
-void run_cuda(Problem& problem, const Tensor& like) {
-  const Plan plan = make_plan(problem, device_of(like));
+// Stores K + k_bias and V + v_bias as an append to empty buffers.
+Problem bias_as_append(const Problem& problem, const Problem& attended) {
+  Problem storing = problem;
+  storing.append.active = true;
+  storing.append.new_k = problem.k;
+  storing.append.new_v = problem.v;
+  storing.append.new_len = problem.kv_len;
+  storing.k = attended.k;
+  storing.v = attended.v;
+  return storing;
+}
+
+void run_cuda(const Problem& problem, const Tensor& like) {
+  const Plan plan = plan_for(problem, device_of(like));
+  ONNX_ATTN_CHECK(!plan.error, "kernel: the forced kernel cannot run this call: ", plan.error);
   void* stream = current_stream(like);
-  if (plan.separate_append) {
-    check_launch(cuda::append(problem, stream), "append");
-    mark_appended(problem);
+  OptionalTensor workspace;  // given back to the caching allocator on return, which keeps it until the stream has passed
+  void* scratch = nullptr;
+  if (plan.workspace_bytes > 0) {
+    workspace = empty_contiguous(like, ScalarType::Byte, {plan.workspace_bytes});
+    scratch = workspace->mutable_data_ptr();
   }
-  if (plan.kernel == Kernel::general) check_launch(cuda::general(problem, plan, stream), "general attention kernel");
+  const Problem attended = after_separate_steps(problem, plan, scratch);
+  if (plan.separate_append) check_launch(cuda::append(problem, stream), "append");
+  if (plan.separate_bias) check_launch(cuda::append(bias_as_append(problem, attended), stream), "projection bias");
+  void* partial_results = plan.separate_bias ? static_cast<char*>(scratch) + biased_bytes(problem) : scratch;
+  switch (plan.kernel) {
+    case Kernel::decode: return check_launch(cuda::decode(attended, plan, partial_results, stream), "decode kernel");
+    case Kernel::forward_sm80: return check_launch(cuda::forward_sm80(attended, plan, stream), "forward_sm80 kernel");
+    case Kernel::general: return check_launch(cuda::general(attended, plan, stream), "general kernel");
+    default: return;
+  }
 }
 
 #endif
@@ -77,10 +112,10 @@ Device own_device(const Tensor& like) {
 
 }  // namespace
 
-void run(Problem& problem, const Tensor& like) {
+void run(const Problem& problem, const Tensor& like) {
   if (plan_record::is_recording()) {
     const Device* pretended = plan_record::pretended_device();
-    return plan_record::store(make_plan(problem, pretended ? *pretended : own_device(like)));
+    return plan_record::store(plan_for(problem, pretended ? *pretended : own_device(like)));
   }
   if (like.is_cpu()) return run_cpu(problem);
 #ifdef ONNX_ATTN_WITH_CUDA
@@ -118,8 +153,21 @@ std::vector<int64_t> build_info() {
 #endif
 }
 
+// Character codes of a preference's text (strings leak in the stable ABI of torch 2.11); [] goes back to the environment's.
+void prefer_kernels(std::vector<int64_t> text) {
+  if (text.empty()) return set_thread_preference(nullptr);
+  Preference preference;
+  std::string unknown;
+  ONNX_ATTN_CHECK(parse_preference(std::string(text.begin(), text.end()), preference, unknown), "kernel: is '", unknown,
+                  "'; there are decode, forward_sm80 and general");
+  set_thread_preference(&preference);
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(onnx_attn, CompositeExplicitAutograd, m) { m.impl("_build_info", TORCH_BOX(&build_info)); }
+STABLE_TORCH_LIBRARY_IMPL(onnx_attn, CompositeExplicitAutograd, m) {
+  m.impl("_build_info", TORCH_BOX(&build_info));
+  m.impl("_prefer_kernels", TORCH_BOX(&prefer_kernels));
+}
 
 }  // namespace onnx_attn

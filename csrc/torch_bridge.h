@@ -71,7 +71,7 @@ class __attribute__((visibility("hidden"))) DeviceScope {
 };
 
 // Plans and runs; `like` names the device. Outputs that `problem` points to are complete when the stream gets there.
-void run(Problem& problem, const Tensor& like);
+void run(const Problem& problem, const Tensor& like);
 void run(const Scatter& scatter, const Tensor& like);
 void run(const ValidLength& problem, const Tensor& like);
 

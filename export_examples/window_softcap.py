@@ -5,10 +5,9 @@ A window of W tokens is left_window_size = W - 1: ONNX counts the keys before th
 
 from __future__ import annotations
 
+import torch
 from common import OUT, OnnxModel, Verdict, best_ms, compiled, difference, print_table, set_up
 from tiny_decoder import HEADS, LAYERS, LONGEST, VOCABULARY, TinyDecoder, attend_without_cache
-
-import torch
 from torch import Tensor, nn
 
 import torch_onnx_attn

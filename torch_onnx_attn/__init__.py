@@ -21,7 +21,7 @@ from . import autocast as _autocast  # noqa: F401
 
 # isort: on
 from . import nn
-from .explain import CPU, H200, Machine, Plan, explain
+from .explain import CPU, H200, Machine, Plan, explain, kernel
 from .ops import (
     AttentionOutput,
     MultiHeadAttentionOutput,
@@ -45,6 +45,7 @@ __all__ = [
     "attention_cached",
     "build_info",
     "explain",
+    "kernel",
     "mha",
     "nn",
     "tensor_scatter",

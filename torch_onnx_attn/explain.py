@@ -1,9 +1,11 @@
-"""Which kernel a call would take, without running it."""
+"""Which kernel a call takes, why a faster one was refused, and how to choose another."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -33,13 +35,18 @@ class Plan(NamedTuple):
     """What a call would do.
 
     Attributes:
-        kernel: ``cpu``, ``general`` (the CUDA kernel that takes everything), or ``nothing`` for an empty output.
+        kernel: ``cpu``, a CUDA kernel (``decode``, ``forward_sm80``, or ``general``, which takes everything), or ``nothing`` for
+            an empty output.
+        refusals: for each faster CUDA kernel, why it does not take the call.
         separate_append: whether past or new rows are written by a kernel of their own first.
+        separate_bias: whether biased keys and values are stored in the workspace first.
         workspace_bytes: scratch memory beyond inputs and outputs.
     """
 
     kernel: str
+    refusals: dict[str, str]
     separate_append: bool
+    separate_bias: bool
     workspace_bytes: int
 
 
@@ -63,3 +70,30 @@ def explain(op: Callable[..., Any], *args: Any, machine: Machine | None = None, 
     if recorded is None:
         raise RuntimeError("op: made no attention call, so there is no plan to explain")
     return Plan(**json.loads(bytes(recorded.tolist())))
+
+
+_preference = threading.local()
+
+
+def _prefer(text: str) -> None:
+    torch.ops.onnx_attn._prefer_kernels([ord(letter) for letter in text])
+    _preference.text = text
+
+
+@contextmanager
+def kernel(name: str | None = None, *, forbid: tuple[str, ...] = ()) -> Iterator[None]:
+    """Forces one CUDA kernel, or forbids some, for the calls that this thread makes inside ``with``.
+
+    A forced kernel that cannot take a call raises ``RuntimeError`` with its reason. The environment variable
+    ``TORCH_ONNX_ATTN_KERNEL`` does the same for the process: ``general`` forces, ``-decode,-forward_sm80`` forbids.
+
+    Args:
+        name: ``decode``, ``forward_sm80`` or ``general``.
+        forbid: names that may not be chosen.
+    """
+    outer = getattr(_preference, "text", "")
+    _prefer(",".join([*([name] if name else []), *(f"-{forbidden}" for forbidden in forbid)]))
+    try:
+        yield
+    finally:
+        _prefer(outer)

@@ -360,9 +360,9 @@ def _visible(q_len: int, kv_len: int, lengths: Tensor | None, offset: Tensor, is
     if is_causal:
         visible &= key <= position
     if left >= 0:
-        visible &= key >= position - left
+        visible &= position - key <= left
     if right >= 0:
-        visible &= key <= position + right
+        visible &= key - position <= right
     return visible[:, None]
 
 

@@ -1,5 +1,16 @@
 // unit.inl: one unit of work, a block of rows of one kv head over one range of keys, and the packing of its operands.
 
+// What a row of additive values was made from: mask element, key and number of keys.
+struct Staged {
+  int64_t element = -1, key = -1, count = 0;
+  // True when the row can be used; otherwise it must be made again, which is noted here.
+  bool covers(int64_t new_element, int64_t new_key, int64_t new_count) {
+    if (element == new_element && key == new_key && count >= new_count) return true;
+    element = new_element, key = new_key, count = new_count;
+    return false;
+  }
+};
+
 template <class T>
 struct Unit {
   const Problem& problem;
@@ -17,17 +28,19 @@ struct Unit {
   bool direct_values = false;     // V can be read in place
   bool transforms = false;        // scores need more than the limits of their row
 
-  int64_t staged_mask = -1;       // element of the tensor mask that mask_row starts with; -1: none
-  int64_t staged_padding = -1;    // likewise, position * kv_len + key of padding_row
+  Staged staged_mask;             // what mask_row and padding_row hold
+  Staged staged_padding;
 
   Unit(const Problem& p, const Blocking& b) : problem(p), blocking(b) {}
 
-  int64_t head_of(int64_t row) const { return kv_head * blocking.group + (first_row + row) % blocking.group; }
-  int64_t position_of(int64_t row) const { return (first_row + row) / blocking.group; }
+  int64_t head_of(int64_t row) const { return scratch.row_heads[row]; }
+  int64_t position_of(int64_t row) const { return scratch.row_positions[row]; }
   // Keys that rows [begin, end) of the unit see, all of them together.
   KeyRange visible(int64_t begin, int64_t end) const {
     return visible_keys(problem.mask, position, position_of(begin), position_of(end - 1) + 1);
   }
+  // Keys that each of them sees: limits grow with the position, so the last row begins last and the first ends first.
+  KeyRange common(int64_t begin, int64_t end) const { return {visible(end - 1, end).begin, visible(begin, begin + 1).end}; }
 };
 
 template <class T>
@@ -35,6 +48,7 @@ constexpr DType kComputeDType = sizeof(T) == 4 ? DType::f32 : DType::f64;
 
 ONNX_ATTN_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 ONNX_ATTN_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+ONNX_ATTN_INLINE bool contains(KeyRange range, int64_t begin, int64_t end) { return range.begin <= begin && end <= range.end; }
 ONNX_ATTN_INLINE KeyRange intersect(KeyRange a, KeyRange b) {
   const KeyRange both{larger(a.begin, b.begin), smaller(a.end, b.end)};
   return both.begin < both.end ? both : KeyRange{both.begin, both.begin};
@@ -56,6 +70,10 @@ static void open_unit(Unit<T>& unit, int64_t index) {
   unit.batch = index / problem.kv_heads;
   unit.first_row = block * blocking.row_block;
   unit.row_count = smaller(blocking.row_block, blocking.rows - unit.first_row);
+  for (int64_t i = 0; i < unit.row_count; ++i) {
+    unit.scratch.row_heads[i] = unit.kv_head * blocking.group + (unit.first_row + i) % blocking.group;
+    unit.scratch.row_positions[i] = (unit.first_row + i) / blocking.group;
+  }
 
   unit.position = row_position(problem.mask, unit.batch, problem.q_len, problem.kv_len);
   unit.answers = {0, problem.kv_len};

@@ -1,8 +1,6 @@
 // vector.inl: vectors of a compute type for one instruction set: loads, stores, conversions, shuffles, exp and tanh.
 // Included by kernel.inl inside a namespace of its own for each instruction set.
 
-#define ONNX_ATTN_INLINE static inline __attribute__((always_inline))
-
 constexpr int kVectorBytes = ONNX_ATTN_VECTOR_BYTES;
 constexpr int kPanelVectors = ONNX_ATTN_PANEL_VECTORS;  // vectors of one row of a register tile
 
@@ -95,6 +93,14 @@ ONNX_ATTN_INLINE Pack<uint16_t, N> narrow(Pack<float, N> value, Float16) {
   return result;
 }
 
+// The first `count` <= kLanes<T> elements, then zeros; reads nothing behind them.
+template <class T, class Storage>
+ONNX_ATTN_INLINE Vector<T> load_partial(const Storage* source, int64_t count) {
+  Vector<T> result{};
+  for (int64_t i = 0; i < count; ++i) result[i] = to<T>(source[i]);
+  return result;
+}
+
 // kLanes<T> storage elements as a compute vector.
 template <class T, class Storage>
 ONNX_ATTN_INLINE Vector<T> load_as(const Storage* source) {
@@ -105,22 +111,16 @@ ONNX_ATTN_INLINE Vector<T> load_as(const Storage* source) {
     else return __builtin_convertvector(wide, Vector<T>);
   } else if constexpr (sizeof(Storage) == sizeof(T)) {
     return load_bits<Vector<T>>(source);
-  } else {
+  } else if constexpr (sizeof(Storage) < sizeof(T)) {
     return __builtin_convertvector(load_bits<Pack<Storage, N>>(source), Vector<T>);
+  } else {
+    return load_partial<T>(source, N);  // wider than a register, and rare
   }
 }
 
 template <class T>
 ONNX_ATTN_INLINE Vector<T> load(const T* source) {
   return load_bits<Vector<T>>(source);
-}
-
-// The first `count` < kLanes<T> elements, then zeros; reads nothing behind them.
-template <class T, class Storage>
-ONNX_ATTN_INLINE Vector<T> load_partial(const Storage* source, int64_t count) {
-  Vector<T> result{};
-  for (int64_t i = 0; i < count; ++i) result[i] = to<T>(source[i]);
-  return result;
 }
 
 template <class T>
@@ -134,15 +134,28 @@ ONNX_ATTN_INLINE void store_as(Storage* target, Vector<T> value) {
   if constexpr (sizeof(Storage) == 2) {
     const Pack<uint16_t, N> halves = narrow<N>(__builtin_convertvector(value, Pack<float, N>), Storage{});
     __builtin_memcpy(target, &halves, sizeof(halves));
-  } else {
+  } else if constexpr (sizeof(Storage) <= sizeof(T)) {
     const Pack<Storage, N> converted = __builtin_convertvector(value, Pack<Storage, N>);
     __builtin_memcpy(target, &converted, sizeof(converted));
+  } else {
+    for (int i = 0; i < N; ++i) from<T>(value[i], target + i);
   }
 }
 
-template <class T, class Storage>
-ONNX_ATTN_INLINE void store_partial(Storage* target, Vector<T> value, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) from<T>(value[i], target + i);
+// kLanes<T> bytes as integers of T's size. (GCC 12 takes __builtin_convertvector apart into single elements here.)
+template <class T>
+ONNX_ATTN_INLINE Integers<T> load_bytes(const uint8_t* source) {
+#if ONNX_ATTN_X86_LEVEL >= 4
+  if constexpr (sizeof(T) == 4) return (Integers<T>)_mm512_cvtepu8_epi32(load_bits<__m128i>(source));
+  else return (Integers<T>)_mm512_cvtepu8_epi64(_mm_cvtsi64_si128(load_bits<int64_t>(source)));
+#elif ONNX_ATTN_X86_LEVEL >= 3
+  if constexpr (sizeof(T) == 4) return (Integers<T>)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load_bits<int64_t>(source)));
+  else return (Integers<T>)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(load_bits<int32_t>(source)));
+#else
+  Integers<T> result;
+  for (int i = 0; i < kLanes<T>; ++i) result[i] = source[i];
+  return result;
+#endif
 }
 
 // ---- arithmetic ----------------------------------------------------------------------------------------------------

@@ -20,11 +20,15 @@ __device__ __forceinline__ To convert(From value) {
   } else if constexpr (std::is_same_v<From, __nv_bfloat16>) {
     return convert<To>(__bfloat162float(value));
   } else if constexpr (std::is_same_v<To, __half>) {
-    if constexpr (std::is_same_v<From, double>) return __double2half(value);
-    else return __float2half_rn(value);
+    if constexpr (std::is_same_v<From, double>)
+      return __double2half(value);
+    else
+      return __float2half_rn(value);
   } else if constexpr (std::is_same_v<To, __nv_bfloat16>) {
-    if constexpr (std::is_same_v<From, double>) return __double2bfloat16(value);
-    else return __float2bfloat16_rn(value);
+    if constexpr (std::is_same_v<From, double>)
+      return __double2bfloat16(value);
+    else
+      return __float2bfloat16_rn(value);
   } else {
     return static_cast<To>(value);
   }

@@ -57,8 +57,8 @@ __device__ __forceinline__ void store_result(const Problem& problem, int row, in
   result.scale(sum == 0.0f ? 0.0f : 1.0f / sum);
   Element* y = static_cast<Element*>(problem.y.data) + batch * problem.y.batch_stride + head * problem.y.head_stride +
                query * problem.y.row_stride + column;
-  *reinterpret_cast<uint2*>(y) = make_uint2(device::pack<Element>(result.output.x, result.output.y),
-                                            device::pack<Element>(result.output.z, result.output.w));
+  *reinterpret_cast<uint2*>(y) =
+      make_uint2(device::pack<Element>(result.output.x, result.output.y), device::pack<Element>(result.output.z, result.output.w));
   constexpr float kLn2 = 0.6931471805599453f;
   if (problem.lse && column == 0) problem.lse[row] = sum == 0.0f ? -INFINITY : (result.max + log2f(sum)) * kLn2;
 }

@@ -1,6 +1,7 @@
 // decode_tile.cuh: tiles of keys and values in shared memory, the ring that they pass through, and the two ways to load one.
 #pragma once
 
+#include "convert.cuh"
 #include "decode_work.cuh"
 #include "ptx_decode.cuh"
 
@@ -20,77 +21,148 @@ __device__ __forceinline__ uint32_t swizzled(int row, int piece, int panel_bytes
 // A stage of the ring: a tile of K and the tile of V for the same keys, 16 KB each or more, which the memory system rewards.
 template <int kHeadSize>
 struct Stage {
-  static constexpr int kKeys = kHeadSize == 64 ? 128 : 64;
+  static constexpr int kKeys = tile_keys(kHeadSize);
   static constexpr int kPanels = kHeadSize / 64;
   static constexpr int kPanelBytes = kKeys * 128;
   static constexpr int kValues = kPanels * kPanelBytes;  // where V begins
   static constexpr int kBytes = 2 * kValues;
 };
 
-inline constexpr int kMaxStages = 12;
+// A buffer passes between a warp that fills it and warps that use it: `full` says that it may be read, `empty` that it may be
+// filled anew.
+template <int kCount>
+struct Handover {
+  uint64_t full[kCount];
+  uint64_t empty[kCount];
 
-struct RingBarriers {
-  uint64_t full[kMaxStages];
-  uint64_t empty[kMaxStages];
+  __device__ __forceinline__ void init(int index, int full_arrivals, int empty_arrivals) {
+    device::barrier_init(shared_address(&full[index]), full_arrivals);
+    device::barrier_init(shared_address(&empty[index]), empty_arrivals);
+  }
 };
 
-// A role's place in the ring. Stages are used in turn; the parity flips with every lap.
+// A role's place in a ring of buffers. They are used in turn; the parity of a buffer's barriers flips with every lap.
 struct RingPlace {
-  int stage = 0;
+  int index = 0;
   uint32_t parity = 0;
 
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage == stages) {
-      stage = 0;
+  __device__ __forceinline__ void advance(int count) {
+    if (++index == count) {
+      index = 0;
       parity ^= 1;
     }
   }
+  template <int kCount>
+  __device__ __forceinline__ void wait_full(Handover<kCount>& ring) const {
+    device::barrier_wait(shared_address(&ring.full[index]), parity);
+  }
+  template <int kCount>
+  __device__ __forceinline__ void wait_empty(Handover<kCount>& ring) const {
+    device::barrier_wait(shared_address(&ring.empty[index]), parity ^ 1);
+  }
 };
+
+// The whole warp is done with what it did to a buffer.
+__device__ __forceinline__ void arrive_as_warp(uint64_t& barrier) {
+  __syncwarp();
+  if (lane_index() == 0) device::barrier_arrive(shared_address(&barrier));
+}
 
 struct TensorMaps {
   CUtensorMap keys, values;  // [batch, kv_heads, kv_len, head size]; boxes of Stage::kKeys rows and 64 columns
 };
 
-inline constexpr int kBulkArrivals = 1, kCopyArrivals = 32;  // at a full barrier, for each stage
+// Rows that the caller appends are read where he has them, not in the cache, where some block is only just storing them.
+struct NewRows {
+  int first = 0;           // the key of row 0; may be negative
+  int begin = 0, end = 0;  // keys that are new; none when begin >= end
 
-// The copy engine fetches whole boxes: rows past the end of the unit come along, whatever they hold.
+  __device__ __forceinline__ NewRows(const Problem& problem, int batch) {
+    const Append& append = problem.append;
+    if (!append.active) return;
+    const int64_t unclamped = append.first_row.data ? append.first_row.unclamped(batch) : append.past_len;
+    first = static_cast<int>(max(-append.new_len, min(unclamped, problem.kv_len)));
+    begin = max(0, first);
+    end = static_cast<int>(min(problem.kv_len, first + append.new_len));
+  }
+  __device__ __forceinline__ bool holds(int key) const { return key >= begin && key < end; }
+  __device__ __forceinline__ bool meets(int first_key, int end_key) const { return begin < end_key && end > first_key; }
+};
+
+// Eight 16-bit elements and their bias, each sum rounded once.
+template <class Element>
+__device__ __forceinline__ uint4 add_bias(uint4 elements, const Element* bias) {
+  auto& values = reinterpret_cast<Element(&)[8]>(elements);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) values[i] = device::convert<Element>(device::convert<float>(values[i]) + device::convert<float>(bias[i]));
+  return elements;
+}
+
+// K or V, as the loader and those who store appended rows see it.
+template <class Element>
+struct KeyRows {
+  const Tensor4& stored;  // rows that are not new: of the cache, or of the past
+  const Tensor4& fresh;   // rows that are
+  const Tensor4& target;  // where appended rows belong
+  const Element* bias;    // of new rows, [kv_heads, columns]; or null
+  int columns;
+
+  static __device__ __forceinline__ KeyRows keys(const Problem& p, bool copies_past) {
+    return {copies_past ? p.append.past_k : p.k, p.append.new_k, p.k, static_cast<const Element*>(p.k_bias), static_cast<int>(p.head_size)};
+  }
+  static __device__ __forceinline__ KeyRows values(const Problem& p, bool copies_past) {
+    return {copies_past ? p.append.past_v : p.v, p.append.new_v, p.v, static_cast<const Element*>(p.v_bias),
+            static_cast<int>(p.v_head_size)};
+  }
+  static __device__ __forceinline__ Element* row(const Tensor4& tensor, const Unit& unit, int row) {
+    return static_cast<Element*>(tensor.data) + unit.batch * tensor.batch_stride + unit.kv_head * tensor.head_stride +
+           row * tensor.row_stride;
+  }
+  // A 16-byte piece of a new row.
+  __device__ __forceinline__ uint4 new_piece(const Unit& unit, int new_row, int piece) const {
+    const uint4 elements = *reinterpret_cast<const uint4*>(row(fresh, unit, new_row) + piece * 8);
+    return bias ? add_bias(elements, bias + int64_t{unit.kv_head} * columns + piece * 8) : elements;
+  }
+};
+
+// The copy engine fetches whole boxes: rows past the end of the unit come along, whatever they hold. One lane calls it.
 template <int kHeadSize>
-__device__ __forceinline__ void load_stage_in_bulk(const TensorMaps& maps, const Unit& unit, int key, uint32_t stage, uint32_t full) {
+__device__ __forceinline__ void load_stage_in_bulk(const TensorMaps& maps, const Unit& unit, int key, uint32_t stage, uint64_t& full) {
   using S = Stage<kHeadSize>;
-  if (lane_index() != 0) return;
-  device::barrier_arrive_expecting(full, S::kBytes);
+  const uint32_t barrier = shared_address(&full);
+  device::publish_to_bulk_copies();  // results of a unit, or new rows, may have been written there by ordinary stores
+  device::barrier_arrive_expecting(barrier, S::kBytes);
 #pragma unroll
   for (int panel = 0; panel < S::kPanels; ++panel) {
-    device::bulk_load(stage + panel * S::kPanelBytes, maps.keys, panel * 64, key, unit.kv_head, unit.batch, full);
+    device::bulk_load(stage + panel * S::kPanelBytes, maps.keys, panel * 64, key, unit.kv_head, unit.batch, barrier);
   }
 #pragma unroll
   for (int panel = 0; panel < S::kPanels; ++panel) {
-    device::bulk_load(stage + S::kValues + panel * S::kPanelBytes, maps.values, panel * 64, key, unit.kv_head, unit.batch, full);
+    device::bulk_load(stage + S::kValues + panel * S::kPanelBytes, maps.values, panel * 64, key, unit.kv_head, unit.batch, barrier);
   }
 }
 
-// Starts copying kKeys rows from `key` on. Rows past the end and columns past the head size become zeros without being read.
-template <class Element, int kHeadSize>
-__device__ __forceinline__ void copy_rows(const Tensor4& tensor, int columns, const Unit& unit, int key, uint32_t target) {
+// Starts copying kKeys rows from `key` on; new ones are stored at once. Rows past the end and columns past the head size become
+// zeros without being read. The whole warp calls it.
+template <class Element, int kHeadSize, bool kHasNewRows>
+__device__ __forceinline__ void copy_rows(const KeyRows<Element>& rows, const Unit& unit, const NewRows& new_rows, int key,
+                                          uint32_t target) {
   using S = Stage<kHeadSize>;
   constexpr int kPieces = kHeadSize / 8;  // of a row; each lane keeps its own
   constexpr int kRowStep = 32 / kPieces;
   const int piece = lane_index() % kPieces, first_row = lane_index() / kPieces;
-  const Element* source = static_cast<const Element*>(tensor.data) + unit.batch * tensor.batch_stride + unit.kv_head * tensor.head_stride +
-                          int64_t{key + first_row} * tensor.row_stride + piece * 8;
-  const int rows = piece * 8 < columns ? unit.end - key : 0;
+  const Element* source = KeyRows<Element>::row(rows.stored, unit, key + first_row) + piece * 8;
+  const int count = piece * 8 < rows.columns ? unit.end - key : 0;
 #pragma unroll 8
   for (int row = first_row; row < S::kKeys; row += kRowStep) {
-    device::copy_async_16(target + swizzled(row, piece, S::kPanelBytes), source, row < rows ? 16 : 0);
-    source += kRowStep * tensor.row_stride;
+    const uint32_t place = target + swizzled(row, piece, S::kPanelBytes);
+    if (kHasNewRows && row < count && new_rows.holds(key + row)) {
+      device::store_shared_16(place, rows.new_piece(unit, key + row - new_rows.first, piece));
+    } else {
+      device::copy_async_16(place, source, row < count ? 16 : 0);
+    }
+    source += kRowStep * rows.stored.row_stride;
   }
-}
-
-template <class Element, int kHeadSize>
-__device__ __forceinline__ void load_stage_by_copies(const Problem& problem, const Unit& unit, int key, uint32_t stage, uint32_t full) {
-  copy_rows<Element, kHeadSize>(problem.k, static_cast<int>(problem.head_size), unit, key, stage);
-  copy_rows<Element, kHeadSize>(problem.v, static_cast<int>(problem.v_head_size), unit, key, stage + Stage<kHeadSize>::kValues);
-  device::barrier_arrive_after_copies(full);
 }
 
 }  // namespace onnx_attn::decode

@@ -1,4 +1,5 @@
-// decode_work.cuh: units of decode work, a chunk of keys for the query rows of one kv head, shared out among blocks by the lengths on the device.
+// decode_work.cuh: units of decode work, a chunk of keys for the query rows of one kv head, shared out among blocks by the lengths on the
+// device.
 #pragma once
 
 #include "../kernels/decode_limits.h"
@@ -27,9 +28,10 @@ __device__ __forceinline__ EntryKeys entry_keys(const Problem& problem, int chun
 
 struct Unit {
   int batch, kv_head, row_block;
-  int chunk;            // counted from key 0
-  int entry_chunks;     // of its batch entry: a unit that is the only one writes the final result
-  int begin, end;       // visible keys of the chunk
+  int chunk;         // counted from key 0
+  int entry_chunks;  // of its batch entry: a unit that is the only one writes the final result
+  bool is_first;     // among the units of its (batch entry, kv head): this one stores appended rows
+  int begin, end;    // visible keys of the chunk
 };
 
 // first_unit[b] is the number of units of the entries before b, in shared memory; filled once by the whole block.
@@ -68,58 +70,56 @@ __host__ __device__ inline bool is_counted(const Problem& problem) {
   return problem.mask.lengths.data != nullptr && problem.batch <= kMaxScannedBatch;
 }
 
-// The units of one block: every gridDim.x-th. Each role of the block walks over them by itself.
-class UnitWalk {
- public:
-  __device__ __forceinline__ UnitWalk(const Problem& problem, const Partition& cut, const UnitTable& table)
-      : problem_(problem), cut_(cut), table_(table), index_(blockIdx.x), heads_(static_cast<int>(problem.kv_heads) * cut.row_blocks) {
+// The units of one block: every gridDim.x-th.
+struct UnitWalk {
+  int index;
+  int total;
+  int heads;  // of an entry, each for as many times as there are blocks of query rows
+  int batch;
+  int uniform_chunks;  // of every entry; 0: the table knows
+
+  __device__ __forceinline__ void start(const Problem& problem, const Partition& cut, const UnitTable& table) {
+    index = blockIdx.x;
+    heads = static_cast<int>(problem.kv_heads) * cut.row_blocks;
+    batch = 0;
+    uniform_chunks = 0;
     if (is_counted(problem)) {
-      total_ = table.first_unit[problem.batch];
-    } else {  // every entry is given as many chunks: those that entry 0 has, or where lengths were too many to count, those of the capacity
-      uniform_chunks_ = problem.mask.lengths.data ? cut.chunks : entry_keys(problem, cut.chunk_keys, 0).chunks;
-      total_ = static_cast<int>(problem.batch) * heads_ * uniform_chunks_;
+      total = table.first_unit[problem.batch];
+    } else {  // all entries have as many chunks as entry 0; too many lengths to count: as many as the capacity, some in vain
+      uniform_chunks = problem.mask.lengths.data ? cut.chunks : entry_keys(problem, cut.chunk_keys, 0).chunks;
+      total = static_cast<int>(problem.batch) * heads * uniform_chunks;
     }
   }
 
   // False when there is none left.
-  __device__ __forceinline__ bool next(Unit& unit) {
-    for (; index_ < total_; index_ += gridDim.x) {
+  __device__ __forceinline__ bool next(const Problem& problem, const Partition& cut, const UnitTable& table, Unit& unit) {
+    for (; index < total; index += gridDim.x) {
       int ordinal;  // among the units of the entry
-      if (uniform_chunks_ > 0) {
-        const int entry_units = heads_ * uniform_chunks_;
-        batch_ = index_ / entry_units;
-        ordinal = index_ - batch_ * entry_units;
+      if (uniform_chunks > 0) {
+        batch = index / (heads * uniform_chunks);
+        ordinal = index - batch * heads * uniform_chunks;
       } else {
-        while (index_ >= table_.first_unit[batch_ + 1]) ++batch_;
-        ordinal = index_ - table_.first_unit[batch_];
+        while (index >= table.first_unit[batch + 1]) ++batch;
+        ordinal = index - table.first_unit[batch];
       }
-      const EntryKeys keys = entry_keys(problem_, cut_.chunk_keys, batch_);
-      const int head_chunks = uniform_chunks_ > 0 ? uniform_chunks_ : keys.chunks;
+      const EntryKeys keys = entry_keys(problem, cut.chunk_keys, batch);
+      const int head_chunks = uniform_chunks > 0 ? uniform_chunks : keys.chunks;
       const int head = ordinal / head_chunks, chunk = ordinal - head * head_chunks;
       if (chunk >= keys.chunks) continue;
 
-      unit.batch = batch_;
-      unit.kv_head = head / cut_.row_blocks;
-      unit.row_block = head - unit.kv_head * cut_.row_blocks;
+      unit.batch = batch;
+      unit.kv_head = head / cut.row_blocks;
+      unit.row_block = head - unit.kv_head * cut.row_blocks;
       unit.chunk = keys.first_chunk + chunk;
       unit.entry_chunks = keys.chunks;
-      unit.begin = max(keys.begin, unit.chunk * cut_.chunk_keys);
-      unit.end = min(keys.end, (unit.chunk + 1) * cut_.chunk_keys);
-      index_ += gridDim.x;
+      unit.is_first = chunk == 0 && unit.row_block == 0;
+      unit.begin = max(keys.begin, unit.chunk * cut.chunk_keys);
+      unit.end = min(keys.end, (unit.chunk + 1) * cut.chunk_keys);
+      index += gridDim.x;
       return true;
     }
     return false;
   }
-
- private:
-  const Problem& problem_;
-  const Partition& cut_;
-  const UnitTable& table_;
-  int index_;
-  int heads_;
-  int total_;
-  int batch_ = 0;
-  int uniform_chunks_ = 0;  // 0: the table knows
 };
 
 }  // namespace onnx_attn::decode

@@ -35,7 +35,7 @@ struct Accumulator {
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 __device__ __forceinline__ int fragment_row(int lane_row) { return 8 * lane_row + lane_index() / 4; }  // in the warp's rows
-__device__ __forceinline__ int fragment_column() { return 2 * (lane_index() % 4); }                    // the lane's part of a column
+__device__ __forceinline__ int fragment_column() { return 2 * (lane_index() % 4); }  // the lane's part of a column
 
 // Columns 16 * k ... + 15 of a row tile as the left operand of the next product: the same lanes hold the same elements.
 template <class Element>
@@ -100,8 +100,9 @@ __device__ __forceinline__ void load_tile_async(uint32_t tile, const Element* so
 #pragma unroll
     for (int chunk = 0; chunk < Tile::kChunks; chunk += Tile::kSpan) {
       const bool exists = first_row + row < rows && first_chunk + chunk < chunks;
-      copy_async_16(target + row * Tile::kPitch + chunk * 16, source + row * row_stride + chunk * 8, exists ? 16 : 0);
+      copy_async_16(target + row * Tile::kPitch + chunk * 16, source + chunk * 8, exists ? 16 : 0);
     }
+    source += kRowStep * row_stride;
   }
 }
 

@@ -1,6 +1,8 @@
 // masking.cuh: limits, tensor masks and key padding applied to a tile of scores that is in registers.
 #pragma once
 
+#include <cfloat>
+
 #include "../key_range.h"
 #include "convert.cuh"
 #include "fragment.cuh"
@@ -78,6 +80,12 @@ __device__ __forceinline__ void for_each_mask_element(const MaskTile<kRows, kKey
   }
 }
 
+template <class Element>
+__device__ __forceinline__ float bias_as_float(Element bias) {
+  if constexpr (std::is_same_v<Element, double>) bias = bias < -FLT_MAX && bias != -INFINITY ? -FLT_MAX : bias;
+  return convert<float>(bias);
+}
+
 // The same for any stride and type, and with padding that has a query axis.
 template <int kRows, int kKeys, int kThreads>
 __device__ __forceinline__ void gather_mask_elements(const MaskTile<kRows, kKeys>& tile, const MaskTilePlan& plan, const Mask& mask,
@@ -92,7 +100,7 @@ __device__ __forceinline__ void gather_mask_elements(const MaskTile<kRows, kKeys
     with_float_type(tensor.dtype, [&](auto type) {
       const auto* data = static_cast<const decltype(type)*>(tensor.data);
       for_each_mask_element<kRows, kKeys, kThreads>(
-          tile, at, [&](int row, int key) { as_float(row, key) = convert<float>(data[element(row, key)]); });
+          tile, at, [&](int row, int key) { as_float(row, key) = bias_as_float(data[element(row, key)]); });
     });
   } else {
     const bool* data = static_cast<const bool*>(tensor.data);
@@ -217,9 +225,10 @@ __device__ __forceinline__ void apply_mask_tile(Accumulator<kRowTiles, kKeys / 8
 
 template <int kRowTiles, int kKeyTiles>
 __device__ __forceinline__ void add_key_padding(Accumulator<kRowTiles, kKeyTiles>& scores, const float* padding) {
+  padding += fragment_column();
 #pragma unroll
   for (int j = 0; j < kKeyTiles; ++j) {
-    const float2 pair = *reinterpret_cast<const float2*>(padding + 8 * j + fragment_column());
+    const float2 pair = *reinterpret_cast<const float2*>(padding + 8 * j);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       scores.value[i][j][0] += pair.x;
@@ -235,16 +244,22 @@ template <int kRowTiles, int kKeyTiles>
 __device__ __forceinline__ void exclude_invisible(Accumulator<kRowTiles, kKeyTiles>& scores, const Mask& mask, const RowPosition& position,
                                                   int key_end, int warp_row, int first_key) {
   constexpr int64_t kKeys = 8 * kKeyTiles;
-  int begin[2 * kRowTiles], end[2 * kRowTiles];  // visible columns of each row, less the lane's part of a column
 #pragma unroll
-  for (int r = 0; r < 2 * kRowTiles; ++r) {
-    const KeyRange keys = visible_keys(mask, position, warp_row + fragment_row(r), warp_row + fragment_row(r) + 1);
-    begin[r] = static_cast<int>(max(int64_t{0}, min(kKeys, keys.begin - first_key))) - fragment_column();
-    end[r] = static_cast<int>(max(int64_t{0}, min(kKeys, min(keys.end, int64_t{key_end}) - first_key))) - fragment_column();
+  for (int row = 0; row < 2 * kRowTiles; ++row) {
+    const int query = warp_row + fragment_row(row);
+    const KeyRange keys = visible_keys(mask, position, query, query + 1);
+    // Visible columns, less the lane's part of a column.
+    const int begin = static_cast<int>(max(int64_t{0}, min(kKeys, keys.begin - first_key))) - fragment_column();
+    const int end = static_cast<int>(max(int64_t{0}, min(kKeys, min(keys.end, int64_t{key_end}) - first_key))) - fragment_column();
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& score = scores.value[row / 2][j][row % 2 * 2 + e];
+        if (8 * j + e < begin || 8 * j + e >= end) score = -INFINITY;
+      }
+    }
   }
-  scores.for_each([&](float& score, int row, int column) {
-    if (column < begin[row] || column >= end[row]) score = -INFINITY;
-  });
 }
 
 }  // namespace onnx_attn::device

@@ -39,6 +39,10 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 // Waits for every copy that this thread has started with copy_async_16.
 __device__ __forceinline__ void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+__device__ __forceinline__ void store_shared_16(uint32_t target, const uint4& value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
+}
+
 // Some warps of a block meet. 0 is __syncthreads.
 __device__ __forceinline__ void meet(int named_barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(named_barrier), "r"(threads) : "memory");
@@ -56,7 +60,8 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, int b
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 // Starts copying the map's box at (column, row, head, batch); what lies outside the tensor arrives as zeros.
-__device__ __forceinline__ void bulk_load(uint32_t target, const CUtensorMap& map, int column, int row, int head, int batch, uint32_t barrier) {
+__device__ __forceinline__ void bulk_load(uint32_t target, const CUtensorMap& map, int column, int row, int head, int batch,
+                                          uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(target),
       "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(barrier)

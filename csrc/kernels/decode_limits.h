@@ -6,31 +6,37 @@
 
 namespace onnx_attn::decode {
 
-inline constexpr int kTileRows = 16;           // query rows of one matrix product
-inline constexpr int kMaxScannedBatch = 1024;  // lengths of more entries are not counted before the work is shared out
+inline constexpr int kTileRows = 16;  // query rows of one matrix product
+inline constexpr int kMaxRowTiles = 4;
+inline constexpr int kMaxKeyGroups = 8;         // warps that share 16 query rows
+inline constexpr int kMaxScannedBatch = 1024;   // lengths of more entries are not counted before the work is shared out
+inline constexpr int kUnitSlots = 2;            // units whose queries are in shared memory: the one at hand and the next
+inline constexpr int kControlBytes = 9 * 1024;  // of shared memory, beside the ring and the queries
 
 // The query rows of the heads that share a kv head are one axis of `rows` = group * q_len rows: row = head in group * q_len +
 // query. Blocks of up to row_tiles * 16 of them read the keys together. The keys are cut at multiples of chunk_keys. None of
 // this depends on the batch or on lengths, and so neither do the bits of a result.
 struct Partition {
   int rows = 0;
-  int row_tiles = 1;    // 1, 2 or 4
+  int row_tiles = 1;  // 1, 2 or 4
   int row_blocks = 1;
-  int key_groups = 4;   // warps that share a row tile and divide the keys of a tile
-  int chunk_keys = 0;   // a power of two
-  int chunks = 1;       // of kv_len keys, at least 1
+  int key_groups = 8;  // warps that share a row tile and divide the keys; row_tiles * key_groups is 4 or 8
+  int teams = 1;       // of warps, that take tiles in turn: a tile has 16 keys for each warp of a team, or more
+  int chunk_keys = 0;  // a power of two
+  int chunks = 1;      // of kv_len keys, at least 1
 };
 
 struct Tuning {
   int chunk_keys = 0;
-  int stages = 0;           // of the ring of key and value tiles in shared memory
+  int stages = 0;  // of the ring of key and value tiles in shared memory
   int blocks_per_sm = 0;
-  bool bulk_copies = false; // tiles come by the copy engine of compute capability 9.0
+  bool bulk_copies = false;  // tiles come by the copy engine of compute capability 9.0
 };
 
 int compiled_head_size(const Problem& problem);  // 64, 128 or 256; smaller heads are padded with zeros in shared memory
+constexpr int tile_keys(int compiled_head_size) { return compiled_head_size == 64 ? 128 : 64; }  // 16 KB of K or more
 int stage_bytes(int compiled_head_size);
-int control_bytes();                             // upper bound of what the kernel keeps in shared memory beside the ring and Q
+bool copies_past(const Problem& problem);  // the past rows are stored to `present` as they are read
 
 Partition partition(const Problem& problem, const Tuning& tuning);
 Tuning choose_tuning(const Problem& problem, const Device& device);

@@ -7,8 +7,6 @@
 // one block's tensor work hides the other's exponentials.
 #pragma once
 
-#include <algorithm>
-#include <atomic>
 #include <new>
 #include <type_traits>
 
@@ -33,14 +31,27 @@ struct TileShape {
   static constexpr int kRows = kWarpRows * kThreads / 32;
 };
 
+template <class Element>
+__device__ __forceinline__ Element* head_rows(const Tensor4& tensor, int batch, int head) {
+  return static_cast<Element*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride;
+}
+
+template <class Element>
+struct Rows {  // of one head
+  const Element* first;
+  int64_t stride;
+  int chunks;  // of 8 elements
+};
+
 // What the threads of a block agree on. It lies in shared memory because registers are full during the main loop.
-template <class Shape>
+template <class Element, class Shape>
 struct BlockPlan {
   Work work;
   RowPosition position;
   TileRange tiles;
   int key_end;  // one past the last key that any row can see
   int end_row;
+  Rows<Element> k, v;
 
   __device__ __forceinline__ explicit BlockPlan(const ForwardParams& params) {
     const Problem& problem = params.problem;
@@ -50,10 +61,12 @@ struct BlockPlan {
     const KeyRange visible = visible_keys(problem.mask, position, work.first_row, end_row);
     tiles = tile_range<Shape::kKeys>(problem.mask, position, visible, work.first_row, end_row);
     key_end = static_cast<int>(visible.end);
+    k = {head_rows<const Element>(problem.k, work.batch, work.kv_head), problem.k.row_stride, static_cast<int>(problem.head_size / 8)};
+    v = {head_rows<const Element>(problem.v, work.batch, work.kv_head), problem.v.row_stride, static_cast<int>(problem.v_head_size / 8)};
   }
 };
 
-template <class Shape>
+template <class Element, class Shape>
 struct SharedMemory {
   using QueryTile = SwizzledTile<Shape::kRows, Shape::kHeadSize>;  // holds the output rows at the end
   using KeyTile = SwizzledTile<Shape::kKeys, Shape::kHeadSize>;
@@ -62,17 +75,21 @@ struct SharedMemory {
   uint8_t keys[KeyTile::kBytes];
   uint8_t values[KeyTile::kBytes];
   alignas(16) float key_padding[Shape::kKeys];
-  alignas(16) BlockPlan<Shape> plan;
+  alignas(16) BlockPlan<Element, Shape> plan;
   // followed by the mask tile
+
+  __device__ __forceinline__ uint32_t warp_queries() {
+    return shared_address(queries) + threadIdx.x / 32 * Shape::kWarpRows * QueryTile::kPitch;
+  }
 };
 
 // The block's rows of Q; with a projection bias it is added, rounded once, and the copy is not asynchronous.
 template <class Element, class Shape>
-__device__ __forceinline__ void load_queries(SharedMemory<Shape>& shared, const Element* q, const Problem& problem) {
-  using Tile = typename SharedMemory<Shape>::QueryTile;
+__device__ __forceinline__ void load_queries(SharedMemory<Element, Shape>& shared, const Problem& problem) {
+  using Tile = typename SharedMemory<Element, Shape>::QueryTile;
   const Work& work = shared.plan.work;
   const int rows = shared.plan.end_row - work.first_row, chunks = static_cast<int>(problem.head_size / 8);
-  q += work.first_row * problem.q.row_stride;
+  const Element* q = head_rows<const Element>(problem.q, work.batch, work.q_head) + work.first_row * problem.q.row_stride;
   if (!problem.q_bias) {
     load_tile_async<Shape::kRows, Shape::kHeadSize, Shape::kThreads>(shared_address(shared.queries), q, problem.q.row_stride, rows, chunks);
     copy_async_commit();
@@ -96,29 +113,17 @@ __device__ __forceinline__ void load_queries(SharedMemory<Shape>& shared, const 
   }
 }
 
-// All of a warp's Q operands, or (from shared memory) those of the k-step at hand.
-template <class Shape>
+// A warp's Q operands: all of them, or (from shared memory) those of the k-step at hand.
+template <class Element, class Shape>
 struct Queries {
-  using Reader = BlockReader<typename SharedMemory<Shape>::QueryTile, BlockOrder::rows_first>;
+  using Reader = BlockReader<typename SharedMemory<Element, Shape>::QueryTile, BlockOrder::rows_first>;
   static constexpr int kSteps = Shape::kHeadSize / 16;
 
-  Reader reader;
   uint32_t operand[Shape::kQueriesInRegisters ? kSteps : 1][Shape::kRowTiles][4];
 
-  __device__ __forceinline__ explicit Queries(uint32_t warp_rows) : reader(warp_rows) {}
-  __device__ __forceinline__ void keep_in_registers() {
-    if constexpr (Shape::kQueriesInRegisters) {
+  __device__ __forceinline__ void load(const Reader& reader, int step) {
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-        for (int i = 0; i < Shape::kRowTiles; ++i) load_matrices(operand[step][i], reader(i, step));
-    }
-  }
-  __device__ __forceinline__ uint32_t (&step(int step))[Shape::kRowTiles][4] {
-    if constexpr (Shape::kQueriesInRegisters) return operand[step];
-#pragma unroll
-    for (int i = 0; i < Shape::kRowTiles; ++i) load_matrices(operand[0][i], reader(i, step));
-    return operand[0];
+    for (int i = 0; i < Shape::kRowTiles; ++i) load_matrices(operand[Shape::kQueriesInRegisters ? step : 0][i], reader(i, step));
   }
 };
 
@@ -127,15 +132,19 @@ using Scores = Accumulator<Shape::kRowTiles, Shape::kKeys / 8>;
 template <class Shape>
 using Output = Accumulator<Shape::kRowTiles, Shape::kHeadSize / 8>;
 
-template <class Element, class Shape, class Reader>
-__device__ __forceinline__ void multiply_keys(Scores<Shape>& scores, Queries<Shape>& queries, const Reader& keys) {
+template <class Element, class Shape>
+__device__ __forceinline__ void multiply_keys(Scores<Shape>& scores, Queries<Element, Shape>& queries, SharedMemory<Element, Shape>& shared) {
+  using Shared = SharedMemory<Element, Shape>;
+  const BlockReader<typename Shared::QueryTile, BlockOrder::rows_first> query_blocks(shared.warp_queries());
+  const BlockReader<typename Shared::KeyTile, BlockOrder::columns_first> key_blocks(shared_address(shared.keys));
 #pragma unroll
   for (int step = 0; step < Shape::kHeadSize / 16; ++step) {
-    const auto& query = queries.step(step);
+    if (!Shape::kQueriesInRegisters) queries.load(query_blocks, step);
+    const auto& query = queries.operand[Shape::kQueriesInRegisters ? step : 0];
 #pragma unroll
     for (int j = 0; j < Shape::kKeys / 16; ++j) {
       uint32_t key[4];
-      load_matrices(key, keys(j, step));
+      load_matrices(key, key_blocks(j, step));
 #pragma unroll
       for (int i = 0; i < Shape::kRowTiles; ++i) {
         multiply_accumulate<Element>(scores.value[i][2 * j], query[i], key[0], key[1]);
@@ -146,9 +155,10 @@ __device__ __forceinline__ void multiply_keys(Scores<Shape>& scores, Queries<Sha
 }
 
 // O += softmax weights * V. Weights are made 16 keys at a time, so that exponentials run beside the products before them.
-template <class Element, class Shape, class Softmax, class Reader>
+template <class Element, class Shape, class Softmax>
 __device__ __forceinline__ void accumulate_values(Output<Shape>& output, Scores<Shape>& scores, Softmax& softmax, float unit,
-                                                  const Reader& values) {
+                                                  SharedMemory<Element, Shape>& shared) {
+  const BlockReader<typename SharedMemory<Element, Shape>::KeyTile, BlockOrder::rows_first> value_blocks(shared_address(shared.values));
   float reference[2 * Shape::kRowTiles];
 #pragma unroll
   for (int r = 0; r < 2 * Shape::kRowTiles; ++r) reference[r] = softmax.reference(r, unit);
@@ -167,7 +177,7 @@ __device__ __forceinline__ void accumulate_values(Output<Shape>& output, Scores<
 #pragma unroll
     for (int j = 0; j < Shape::kHeadSize / 16; ++j) {
       uint32_t value[4];
-      load_matrices_transposed(value, values(step, j));
+      load_matrices_transposed(value, value_blocks(step, j));
 #pragma unroll
       for (int i = 0; i < Shape::kRowTiles; ++i) {
         multiply_accumulate<Element>(output.value[i][2 * j], weights[i], value[0], value[1]);
@@ -182,17 +192,18 @@ __device__ __forceinline__ void transform_scores(Accumulator<kRowTiles, kKeyTile
   if (params.form == ScoreForm::scaled) {
     scores.for_each([&](float& score, int, int) { score *= params.scale; });
   } else if (params.form == ScoreForm::capped) {  // tanh.approx would be off by up to cap / 2000
+    const float cap = params.cap, cap_in = params.cap_in;
     scores.for_each([&](float& score, int, int) {
-      score = fmaf(-2.0f * params.cap, reciprocal_fast(1.0f + exp2_fast(score * params.cap_in)), params.cap);
+      score = fmaf(-2.0f * cap, reciprocal_fast(1.0f + exp2_fast(score * cap_in)), cap);
     });
   }
 }
 
 // Divides by the sums, adds the projection bias of V (its weights sum to 1) and stores the warp's rows through `tile`.
 template <class Element, class Shape, class Softmax>
-__device__ __forceinline__ void store_output(Output<Shape>& output, const Softmax& softmax, SharedMemory<Shape>& shared,
+__device__ __forceinline__ void store_output(Output<Shape>& output, const Softmax& softmax, SharedMemory<Element, Shape>& shared,
                                              const Problem& problem, int warp_row) {
-  using Tile = typename SharedMemory<Shape>::QueryTile;
+  using Tile = typename SharedMemory<Element, Shape>::QueryTile;
   uint8_t* tile = shared.queries;
   const Work& work = shared.plan.work;
   const int columns = static_cast<int>(problem.v_head_size);
@@ -218,7 +229,7 @@ __device__ __forceinline__ void store_output(Output<Shape>& output, const Softma
     }
   }
   __syncwarp();
-  Element* target = static_cast<Element*>(problem.y.data) + work.batch * problem.y.batch_stride + work.q_head * problem.y.head_stride;
+  Element* target = head_rows<Element>(problem.y, work.batch, work.q_head);
 #pragma unroll 4
   for (int index = lane_index(); index < Shape::kWarpRows * Tile::kChunks; index += 32) {
     const int row = warp_row + index / Tile::kChunks, chunk = index % Tile::kChunks;
@@ -229,17 +240,18 @@ __device__ __forceinline__ void store_output(Output<Shape>& output, const Softma
   }
 }
 
-template <class Element, class Shape>
+// kMaskTile: there is a tensor mask or padding. The code for it costs registers that a plain kernel's tile needs.
+template <class Element, class Shape, bool kMaskTile>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocessor) forward(const __grid_constant__ ForwardParams params) {
-  using Shared = SharedMemory<Shape>;
+  using Shared = SharedMemory<Element, Shape>;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const Problem& problem = params.problem;
-  const MaskTile<Shape::kRows, Shape::kKeys> mask_tile(shared_bytes + sizeof(Shared), params.mask_tile);
 
+  const MaskTile<Shape::kRows, Shape::kKeys> mask_tile(shared_bytes + sizeof(Shared), params.mask_tile);
   const int warp_row = threadIdx.x / 32 * Shape::kWarpRows;
-  const BlockPlan<Shape>& plan = shared.plan;
-  if (threadIdx.x == 0) new (&shared.plan) BlockPlan<Shape>(params);
+  const BlockPlan<Element, Shape>& plan = shared.plan;
+  if (threadIdx.x == 0) new (&shared.plan) BlockPlan<Element, Shape>(params);
   __syncthreads();
 
   Output<Shape> output;
@@ -247,36 +259,31 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
   output.clear();
 
   if (plan.tiles.begin < plan.tiles.end) {
-    const auto rows_of = [&](const Tensor4& tensor, int head) {
-      return static_cast<const Element*>(tensor.data) + plan.work.batch * tensor.batch_stride + head * tensor.head_stride;
-    };
-    const Element* k = rows_of(problem.k, plan.work.kv_head);
-    const Element* v = rows_of(problem.v, plan.work.kv_head);
-    const auto load_keys = [&](uint8_t* target, const Element* source, int64_t row_stride, int64_t columns, int tile) {
+    const auto load_keys = [&](uint8_t* target, const Rows<Element>& rows, int tile) {
       // Rows past the last visible key may hold anything, NaN included, and 0 * NaN is NaN: they become zeros.
       const int first_key = tile * Shape::kKeys;
-      load_tile_async<Shape::kKeys, Shape::kHeadSize, Shape::kThreads>(shared_address(target), source + first_key * row_stride, row_stride,
-                                                                       plan.key_end - first_key, static_cast<int>(columns / 8));
+      load_tile_async<Shape::kKeys, Shape::kHeadSize, Shape::kThreads>(shared_address(target), rows.first + first_key * rows.stride,
+                                                                       rows.stride, plan.key_end - first_key, rows.chunks);
       copy_async_commit();
     };
-    load_queries<Element, Shape>(shared, rows_of(problem.q, plan.work.q_head), problem);
-    load_keys(shared.keys, k, problem.k.row_stride, problem.head_size, plan.tiles.end - 1);
+    load_queries<Element, Shape>(shared, problem);
+    load_keys(shared.keys, plan.k, plan.tiles.end - 1);
 
-    Queries<Shape> queries(shared_address(shared.queries) + warp_row * Shared::QueryTile::kPitch);
-    const BlockReader<typename Shared::KeyTile, BlockOrder::columns_first> key_blocks(shared_address(shared.keys));
-    const BlockReader<typename Shared::KeyTile, BlockOrder::rows_first> value_blocks(shared_address(shared.values));
+    Queries<Element, Shape> queries;
     if constexpr (Shape::kQueriesInRegisters) {
       copy_async_wait<1>();
       __syncthreads();
-      queries.keep_in_registers();
+      const typename Queries<Element, Shape>::Reader query_blocks(shared.warp_queries());
+#pragma unroll
+      for (int step = 0; step < Shape::kHeadSize / 16; ++step) queries.load(query_blocks, step);
     }
 
-    const auto visit = [&](int tile, auto is_masked) __attribute__((always_inline)) {
-      constexpr bool kMasked = decltype(is_masked)::value;
+    const auto visit = [&](int tile, auto at_edge) __attribute__((always_inline)) {
+      constexpr bool kAtEdge = decltype(at_edge)::value;
       copy_async_wait<0>();
       __syncthreads();  // K is here, and every warp has left V and the mask of the tile before
-      load_keys(shared.values, v, problem.v.row_stride, problem.v_head_size, tile);
-      if constexpr (kMasked) {
+      load_keys(shared.values, plan.v, tile);
+      if constexpr (kMaskTile) {
         const Work& work = plan.work;
         const int first_key = tile * Shape::kKeys;
         const MaskCorner corner{work.batch, work.q_head, work.first_row, first_key, plan.end_row - work.first_row, plan.key_end - first_key};
@@ -287,34 +294,36 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
 
       Scores<Shape> scores;
       scores.clear();
-      multiply_keys<Element, Shape>(scores, queries, key_blocks);
+      multiply_keys(scores, queries, shared);
 
       copy_async_wait<0>();
       __syncthreads();  // V and the mask are here, and every warp has left K
-      if (tile > plan.tiles.begin) load_keys(shared.keys, k, problem.k.row_stride, problem.head_size, tile - 1);
+      if (tile > plan.tiles.begin) load_keys(shared.keys, plan.k, tile - 1);
 
       transform_scores(scores, params);
-      if constexpr (kMasked) {
+      if constexpr (kMaskTile) {
         apply_mask_tile(scores, mask_tile, params.mask_tile.format, warp_row);
         if (params.mask_tile.key_padding) add_key_padding(scores, shared.key_padding);
-        if (!plan.tiles.is_whole(tile)) {
-          exclude_invisible(scores, problem.mask, plan.position, plan.key_end, plan.work.first_row + warp_row, tile * Shape::kKeys);
-        }
+      }
+      if (kAtEdge && !plan.tiles.is_whole(tile)) {
+        exclude_invisible(scores, problem.mask, plan.position, plan.key_end, plan.work.first_row + warp_row, tile * Shape::kKeys);
       }
 
       float correction[2 * Shape::kRowTiles];
       if (softmax.advance(scores, params.unit, correction)) {
         output.for_each([&](float& value, int row, int) { value *= correction[row]; });
       }
-      accumulate_values<Element, Shape>(output, scores, softmax, params.unit, value_blocks);
+      accumulate_values<Element, Shape>(output, scores, softmax, params.unit, shared);
     };
 
-    const bool has_mask_tile = params.mask_tile.format != MaskTileFormat::none || params.mask_tile.key_padding;
     int tile = plan.tiles.end - 1;
-    const int interior_end = has_mask_tile ? 0 : plan.tiles.whole_end;
-    for (; tile >= max(plan.tiles.begin, interior_end); --tile) visit(tile, std::true_type());  // the ragged end and the diagonal
-    for (; tile >= max(plan.tiles.begin, plan.tiles.whole_begin); --tile) visit(tile, std::false_type());
-    for (; tile >= plan.tiles.begin; --tile) visit(tile, std::true_type());  // the left edge of a window
+    if constexpr (kMaskTile) {
+      for (; tile >= plan.tiles.begin; --tile) visit(tile, std::true_type());
+    } else {
+      for (; tile >= plan.tiles.whole_end; --tile) visit(tile, std::true_type());  // the ragged end and the diagonal
+      for (; tile >= plan.tiles.whole_begin; --tile) visit(tile, std::false_type());
+      for (; tile >= plan.tiles.begin; --tile) visit(tile, std::true_type());  // the left edge of a window
+    }
   }
 
   softmax.finish();
@@ -328,41 +337,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
     }
   }
   store_output<Element, Shape>(output, softmax, shared, problem, warp_row);
-}
-
-// Heads of a band, so that its keys and values take no more than half the L2 of an H200; an A100's holds them too.
-inline int64_t heads_of_band(const Problem& problem) {
-  constexpr int64_t kBandBytes = int64_t{24} << 20;
-  const int64_t kv_head_bytes = problem.kv_len * (problem.head_size + problem.v_head_size) * 2;
-  const int64_t group = problem.q_heads / problem.kv_heads;
-  return group * (kv_head_bytes > 0 && kv_head_bytes < kBandBytes ? kBandBytes / kv_head_bytes : 1);
-}
-
-template <class Element, class Shape>
-cudaError_t launch_shape(ForwardParams params, cudaStream_t stream) {
-  const Problem& problem = params.problem;
-  params.order.heads = problem.batch * problem.q_heads;
-  params.order.row_blocks = (problem.q_len + Shape::kRows - 1) / Shape::kRows;
-  params.order.band = std::min(params.order.heads, heads_of_band(problem));
-  const int64_t blocks = params.order.heads * params.order.row_blocks;
-  if (blocks == 0) return cudaSuccess;
-
-  constexpr MaskTilePlan kLargestMask{MaskTileFormat::f32};
-  constexpr int kMaxBytes = sizeof(SharedMemory<Shape>) + MaskTile<Shape::kRows, Shape::kKeys>::bytes(kLargestMask);
-  static_assert(kMaxBytes <= 99 * 1024, "what a block may have on compute capability 8.6, 8.9 and 12.0");
-  static std::atomic<uint64_t> prepared{0};  // a bit for each of the first 64 devices
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (!(prepared.load(std::memory_order_relaxed) & bit)) {
-    error = cudaFuncSetAttribute(forward<Element, Shape>, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxBytes);
-    if (error != cudaSuccess) return error;
-    prepared.fetch_or(bit, std::memory_order_relaxed);
-  }
-  const size_t bytes = sizeof(SharedMemory<Shape>) + MaskTile<Shape::kRows, Shape::kKeys>::bytes(params.mask_tile);
-  forward<Element, Shape><<<static_cast<unsigned>(blocks), Shape::kThreads, bytes, stream>>>(params);
-  return cudaGetLastError();
 }
 
 }  // namespace onnx_attn::forward_sm80_kernel

@@ -1,14 +1,14 @@
 // forward_sm80_d96.cu: the portable forward kernel for head sizes up to 96.
-#include "forward_sm80.cuh"
+#include "forward_sm80_launch.cuh"
 
 namespace onnx_attn::forward_sm80_kernel {
 
-// shape
-using Shape = TileShape<96, 2, 64, false, 2>;
+using PlainShape = TileShape<96, 2, 64, false, 2>;
+using MaskShape = TileShape<96, 2, 64, false, 2>;
 
 template <class Element, int kHeadSize>
 cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
-  return launch_shape<Element, Shape>(params, stream);
+  return launch_either<Element, PlainShape, MaskShape>(params, stream);
 }
 
 template cudaError_t launch<__half, 96>(const ForwardParams&, cudaStream_t);

@@ -2,6 +2,7 @@
 #include "general.cuh"
 
 #include "../launch.h"
+#include "general_scores.cuh"
 
 namespace onnx_attn::general {
 
@@ -22,7 +23,8 @@ __device__ void multiply_weights_values(const Problem& problem, const Work& work
       return key_row(problem, work, problem.v, key) + work.value_begin;
     };
     __syncthreads();  // what this memory held before has been read, and the weights are written
-    device::load_tile<Shape::kThreads, Shape::kValueKeys, Shape::kValues>(shared.values, problem.v.data, problem.v_dtype, columns, value_offset);
+    device::load_tile<Shape::kThreads, Shape::kValueKeys, Shape::kValues>(shared.values, problem.v.data, problem.v_dtype, columns,
+                                                                          value_offset);
     const void* v_bias =
         bias_row(problem.append.active ? nullptr : problem.v_bias, problem.dtype, work.kv_head, problem.v_head_size, work.value_begin);
     if (v_bias) {
@@ -103,7 +105,8 @@ __device__ void write_outputs(const Problem& problem, const Work& work, const So
 
 // Y and the log-sum-exp. Tiles stand at fixed key positions, so that a row's bits do not depend on which tiles are skipped.
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) attention(const __grid_constant__ Problem problem, int64_t total, int64_t chunks) {
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
+    attention(const __grid_constant__ Problem problem, int64_t total, int64_t chunks) {
   using Accum = typename Shape::Accum;
   __shared__ typename Shape::Shared shared;
   for (int64_t index = blockIdx.x; index < total; index += gridDim.x) {
@@ -153,21 +156,31 @@ __device__ void write_scores(const Problem& problem, const Work& work, int64_t k
   });
 }
 
+__device__ Stage stage_of(ScoreMode mode) {
+  switch (mode) {
+    case ScoreMode::raw: return Stage::scaled;
+    case ScoreMode::capped: return Stage::capped;
+    case ScoreMode::mha_logits: return Stage::logits;
+    default: return Stage::masked;
+  }
+}
+
 // The score output, every cell of it.
 template <class Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm) score_output(const __grid_constant__ Problem problem, int64_t total) {
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
+    score_output(const __grid_constant__ Problem problem, int64_t total) {
   using Accum = typename Shape::Accum;
   __shared__ typename Shape::Shared shared;
   const ScoreMode mode = problem.score_mode;
-  const Stage stage = mode == ScoreMode::raw ? Stage::scaled : mode == ScoreMode::capped ? Stage::capped : Stage::masked;
+  const Stage stage = stage_of(mode);
 
   for (int64_t index = blockIdx.x; index < total; index += gridDim.x) {
     share_work<Shape>(problem, index, 1, shared);
     const Work& work = shared.work;
     // Modes that are defined at masked cells read every key; the others must not touch what lies past the length.
     KeyRange readable{work.visible_begin, work.visible_end};
-    if (stage != Stage::masked) readable = KeyRange{0, problem.kv_len};
-    if (mode == ScoreMode::mha_logits) readable = KeyRange{0, work.length};
+    if (stage < Stage::masked) readable = KeyRange{0, problem.kv_len};
+    if (stage == Stage::logits) readable = KeyRange{0, work.length};
     Softmax<Shape> softmax;
 
     // Weights need the sum of the whole row, so they take a pass over the visible keys first. One loop serves both passes: the

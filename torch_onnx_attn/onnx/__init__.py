@@ -36,7 +36,7 @@ Good to know:
 * onnx, onnxscript and onnx-ir are imported when a function of this package is called, not before.
 """
 
-from torch_onnx_attn.onnx.export import export, tidy
+from torch_onnx_attn.onnx.exporter import export, tidy
 from torch_onnx_attn.onnx.requirements import ExportError
 from torch_onnx_attn.onnx.translation import translation_table
 

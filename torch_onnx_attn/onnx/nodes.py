@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from torch_onnx_attn.onnx.requirements import ExportError
+
 __all__ = ["Translated", "Value", "attention", "float_attribute", "helper", "multi_head_attention", "tensor_scatter"]
 
 Value = Any  # an onnx_ir.Value; spelt Any because the exporter evaluates the annotations of translations, without onnx_ir in reach
@@ -42,8 +44,6 @@ def helper(name: str, *inputs: Any, **attributes: Any) -> Value:
 
 def float_attribute(name: str, value: float) -> float:
     """The value as ONNX will hold it, or an error if float32 has no room for it."""
-    from torch_onnx_attn.onnx.requirements import ExportError
-
     stored = float(torch.tensor(value, dtype=torch.float32))
     if value == value and abs(value) != float("inf") and (abs(stored) == float("inf") or (stored == 0) != (value == 0)):
         raise ExportError(f"{name}={value!r} does not fit ONNX's float attributes, which are float32")
@@ -58,14 +58,14 @@ def _reach(outputs: Sequence[str], order: Sequence[str]) -> int:
     return order.index(outputs[-1]) + 1
 
 
-def _node(operator: Any, inputs: Sequence[Value | None], attributes: Mapping[str, Any], outputs: Sequence[str], order: Sequence[str]) -> Translated:
+def _node(
+    operator: Any, inputs: Sequence[Value | None], attributes: Mapping[str, Any], meant: Sequence[str], order: Sequence[str]
+) -> Translated:
     made = operator(*inputs, **attributes)
-    values = [made] if not isinstance(made, Sequence) else list(made)
-    for name, value in zip(order, values):
-        if name not in outputs:
-            value.name = ""  # ONNX's spelling of an optional output that is left out
-    kept = tuple(value for name, value in zip(order, values) if name in outputs)
-    return kept[0] if len(kept) == 1 else kept
+    named = dict(zip(order, made if isinstance(made, Sequence) else [made], strict=False))
+    for name in named.keys() - set(meant):
+        named[name].name = ""  # ONNX's spelling of an optional output that is left out
+    return named[meant[0]] if len(meant) == 1 else tuple(named[name] for name in meant)
 
 
 @functools.cache

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["ExportError", "HIGHEST_CONVERTED_OPSET", "HIGHEST_OPSET", "LOWEST_OPSET", "Need", "calls", "need", "refusal", "require_packages"]
+__all__ = ["CONVERTED_OPSET", "HIGHEST_OPSET", "LOWEST_OPSET", "ExportError", "Need", "calls", "need", "refusal", "require_packages"]
 
 LOWEST_OPSET = 18  # what the exporter's own translations are written for
-HIGHEST_CONVERTED_OPSET = 25  # onnxscript converts a graph up to here; above, `export` raises the number itself
+CONVERTED_OPSET = 25  # onnxscript converts a graph up to here; above, `export` raises the number itself
 HIGHEST_OPSET = 28
 
 _NAMESPACE = "onnx_attn::"
@@ -84,7 +84,7 @@ def calls(program: torch.export.ExportedProgram) -> Iterator[Call]:
                 continue
             names = [argument.name for argument in target._schema.arguments]
             op = target._schema.name.removeprefix(_NAMESPACE)
-            yield Call(op, target._overloadname, dict(zip(names, node.args)) | dict(node.kwargs))
+            yield Call(op, target._overloadname, dict(zip(names, node.args, strict=False)) | dict(node.kwargs))
 
 
 def require_packages() -> None:
@@ -96,4 +96,5 @@ def require_packages() -> None:
         except ImportError:
             missing.append(package)
     if missing:
-        raise ImportError(f"torch_onnx_attn.onnx needs {', '.join(missing)}: pip install {' '.join(missing)} (or the extra torch-onnx-attn[onnx])")
+        command = f"pip install {' '.join(missing)}"
+        raise ImportError(f"torch_onnx_attn.onnx needs {', '.join(missing)}: {command} (or the extra torch-onnx-attn[onnx])")

@@ -13,7 +13,7 @@ import torch
 
 from torch_onnx_attn.onnx import nodes
 from torch_onnx_attn.onnx.nodes import Translated, Value
-from torch_onnx_attn.onnx.requirements import HIGHEST_CONVERTED_OPSET, LOWEST_OPSET, ExportError, need, refusal, require_packages
+from torch_onnx_attn.onnx.requirements import CONVERTED_OPSET, LOWEST_OPSET, ExportError, need, refusal, require_packages
 
 __all__ = ["translation_table"]
 
@@ -33,10 +33,9 @@ def translation_table(opset: int) -> dict[Callable[..., Any], Callable[..., Any]
     `torch_onnx_attn.onnx.tidy(program)` puts both right; `export` has it built in.
     """
     require_packages()
-    if not LOWEST_OPSET <= opset <= HIGHEST_CONVERTED_OPSET:
+    if not LOWEST_OPSET <= opset <= CONVERTED_OPSET:
         raise ExportError(
-            f"opset={opset}: torch.onnx.export reaches opsets {LOWEST_OPSET} to {HIGHEST_CONVERTED_OPSET}. "
-            "torch_onnx_attn.onnx.export reaches 28"
+            f"opset={opset}: torch.onnx.export reaches opsets {LOWEST_OPSET} to {CONVERTED_OPSET}. torch_onnx_attn.onnx.export reaches 28"
         )
     ops = torch.ops.onnx_attn
     return {
@@ -165,7 +164,9 @@ def _cast(tensor: Value, dtype: int) -> Value:
 
 
 def _tensor_scatter(opset: int) -> Callable[..., Translated]:
-    def tensor_scatter(past_cache: Value, update: Value, write_indices: Value = None, *, axis: int = -2, circular: bool = False) -> Translated:
+    def tensor_scatter(
+        past_cache: Value, update: Value, write_indices: Value = None, *, axis: int = -2, circular: bool = False
+    ) -> Translated:
         _check_opset(opset, "tensor_scatter", {})
         written: dict[str, Any] = {}
         rank = len(past_cache.shape)
@@ -183,6 +184,7 @@ def _valid_kv_length(attn_mask: Value) -> Value:
     row, rank = attn_mask, len(attn_mask.shape)
     if rank >= 2:
         row = nodes.helper("Gather", row, -1, axis=rank - 2)  # the last query row: [batch, heads, kv_len] at rank 4
+        row.type = attn_mask.type  # so that the number it is compared with becomes a constant of that type
     if attn_mask.dtype != _BOOL:
         row = nodes.helper("Greater", row, _MASKED_FROM)
     row = nodes.helper("Cast", row, to=_INT64)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_onnx_attn.onnx.requirements import HIGHEST_CONVERTED_OPSET, HIGHEST_OPSET, LOWEST_OPSET, ExportError, Need, calls, require_packages
+from torch_onnx_attn.onnx.requirements import CONVERTED_OPSET, HIGHEST_OPSET, LOWEST_OPSET, ExportError, Need, calls, require_packages
 from torch_onnx_attn.onnx.translation import translation_table
 
 __all__ = ["export", "tidy"]
@@ -65,12 +65,12 @@ def export(
         raise ExportError(f"opset={opset}: this package exports to opsets {LOWEST_OPSET} to {HIGHEST_OPSET}")
     program = model if isinstance(model, torch.export.ExportedProgram) else _capture(model, args, dict(kwargs or {}), dynamic_shapes)
     opset = _choose_opset(program, opset)
-    table = dict(translation_table(HIGHEST_CONVERTED_OPSET if opset is None else min(opset, HIGHEST_CONVERTED_OPSET)))
+    table = dict(translation_table(CONVERTED_OPSET if opset is None else min(opset, CONVERTED_OPSET)))
     table.update(custom_translation_table or {})
     onnx_program = torch.onnx.export(
         program,
         dynamo=True,
-        opset_version=None if opset is None else min(opset, HIGHEST_CONVERTED_OPSET),
+        opset_version=None if opset is None else min(opset, CONVERTED_OPSET),
         dynamic_shapes=dynamic_shapes,  # of a captured program it only uses the names
         input_names=input_names,
         output_names=output_names,
@@ -102,15 +102,15 @@ def tidy(program: torch.onnx.ONNXProgram, opset: int | None = None) -> None:
         opset: 26 to 28 to raise the import of ai.onnx; the exporter's converter stops at 25, where Attention and TensorScatter
             are the same as in 28, and no other op of 26 to 28 means a 25 node differently.
     """
-    model = program.model
+    model: Any = program.model
     _make_room_for_names(model.graph)
     for graph in (model.graph, *model.functions.values()):
         for node in _all_nodes(graph):
             if (node.domain, node.op_type) in (("", "Attention"), ("com.microsoft", "MultiHeadAttention")):
                 _tidy_outputs(node)
-            if opset is not None and opset > HIGHEST_CONVERTED_OPSET and node.domain == "":
+            if opset is not None and opset > CONVERTED_OPSET and node.domain == "":
                 node.version = opset
-        if opset is not None and opset > HIGHEST_CONVERTED_OPSET and "" in graph.opset_imports:
+        if opset is not None and opset > CONVERTED_OPSET and "" in graph.opset_imports:
             graph.opset_imports[""] = opset
 
 
@@ -133,10 +133,11 @@ def _sizes_of_one_are_not_special() -> contextlib.AbstractContextManager[Any]:
     """A dynamic dimension that is 0 or 1 in the example stays dynamic. The exporter captures with the same (private) switch."""
     from torch.fx.experimental import _config
 
-    if hasattr(_config, "backed_size_oblivious"):
-        switch: contextlib.AbstractContextManager[Any] = _config.patch(backed_size_oblivious=True)
-        return switch
-    return contextlib.nullcontext()
+    config: Any = _config
+    if not hasattr(config, "backed_size_oblivious"):
+        return contextlib.nullcontext()
+    switch: contextlib.AbstractContextManager[Any] = config.patch(backed_size_oblivious=True)
+    return switch
 
 
 def _choose_opset(program: torch.export.ExportedProgram, asked: int | None) -> int | None:

