@@ -102,7 +102,7 @@ class Build(BuildExtension):
             "-O3",
             "-std=c++17",
         ]
-        command += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-lineinfo", "-Xptxas=-v,--warn-on-spills", f"-I{ROOT / 'csrc'}", *gencode]
+        command += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v,--warn-on-spills", f"-I{ROOT / 'csrc'}", *gencode]
         record = target.with_suffix(".command")
         if self.is_current(target, dependencies, record, command):
             return target
@@ -129,7 +129,7 @@ definitions = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY
 # time would also flush denormals in the whole process.
 arithmetic = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"]
 # Debian's linker drops libtorch.so, from which nothing is imported by name, and with it the weak CUDA symbol: name it again.
-link = ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL"]
+link = ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL", "-Wl,-s"]
 if CUDA_HOME:
     built = sorted({name.split("+")[0].rstrip("a").replace(".", "") for source in CUDA_SOURCES for name in architectures_of(source)})
     definitions += ["-DONNX_ATTN_WITH_CUDA", f"-DONNX_ATTN_CUDA_ARCHITECTURES={','.join(built)}"]
@@ -142,7 +142,7 @@ setup(
             "torch_onnx_attn._C",
             CPP_SOURCES,
             include_dirs=[str(ROOT / "csrc")],
-            extra_compile_args={"cxx": ["-O3", "-std=c++20", "-fvisibility=hidden", "-Wall", *arithmetic, *definitions]},
+            extra_compile_args={"cxx": ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", *arithmetic, *definitions]},
             extra_link_args=link,
             depends=HEADERS + [str(path) for path in CUDA_SOURCES],
             py_limited_api=True,

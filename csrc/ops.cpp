@@ -36,7 +36,7 @@ STABLE_TORCH_LIBRARY(onnx_attn, m) {
   m.def("mha.shared(" MHA_INPUTS
         "Tensor(a!) past_key, Tensor(b!) past_value, Tensor past_sequence_length, Tensor? cache_indirection=None, " MHA_ATTRIBUTES
         ") -> Tensor");
-  // What mha.shared means without writing its arguments: the form that decompositions and exporters see.
+  // What mha.shared means without writing its arguments: the form that the ONNX exporter sees.
   m.def("mha.shared_functional(" MHA_INPUTS
         "Tensor past_key, Tensor past_value, Tensor past_sequence_length, Tensor? cache_indirection=None, " MHA_ATTRIBUTES
         ") -> (Tensor output, Tensor present_key, Tensor present_value)");

@@ -56,7 +56,8 @@ class OnnxModel:
             from onnx.reference import ReferenceEvaluator
 
             session = ReferenceEvaluator(self.model)
-            self.label = f"onnx.reference {onnx.__version__} (ONNX Runtime {onnxruntime.__version__} refuses: {str(reason)[:100]})"
+            self.label = f"onnx.reference {onnx.__version__}"
+            print(f"ONNX Runtime {onnxruntime.__version__} refuses this file, so onnx.reference runs it: {' '.join(str(reason).split())}\n")
         self.session = session
         self.inputs = [value.name for value in self.model.graph.input]
 

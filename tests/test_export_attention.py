@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, call_attention, make_inputs
-from export_support import attributes, export, in_order
+from export_support import ORT_IS_CURRENT, attributes, export, in_order, needs_current_ort
 from torch import Tensor
 
 INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen")
@@ -109,9 +109,11 @@ def test_one_node(name: str) -> None:
     assert list(written.output) == in_order(exported.eager, OUTPUTS)
     assert attributes(written) == node.attributes
     for where in node.runs_on:
-        exported.agrees(where)
+        if where == "reference" or node.opset < 25 or ORT_IS_CURRENT:
+            exported.agrees(where)
 
 
+@needs_current_ort
 @pytest.mark.parametrize("axes", ["b11k", "k"])
 def test_any_mask_shape_runs_at_opset_25(axes: str) -> None:
     case = Case(mask="bool", mask_axes=axes)

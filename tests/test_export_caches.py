@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from export_support import attributes, export, onnx
+from export_support import ORT_IS_CURRENT, attributes, export, onnx
 from torch import Tensor
 
 OPS = torch.ops.onnx_attn
@@ -113,8 +113,9 @@ def test_attention_cached(options: dict[str, Any], opset: int, written: dict[str
     assert lengths.input[0] == "cache_lengths"
     assert list(node.input) == ["Q", "keys", "values", "", "", "", lengths.output[0]] and list(node.output) == ["Y"]
     assert attributes(node) == written
-    for where in ("ort", "reference"):
-        exported.agrees(where)
+    exported.agrees("reference")
+    if opset < 25 or ORT_IS_CURRENT:
+        exported.agrees("ort")
 
 
 def test_attention_cached_with_a_mask() -> None:
@@ -153,6 +154,26 @@ def test_two_steps_through_the_file() -> None:
     exported.agrees("ort", again)
 
 
+def test_only_the_exporter_sees_the_pure_form() -> None:
+    """Compiled code writes the caches in place; the pure form would copy each of them twice per step."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _example: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def step(Q: Tensor, K: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+        return OPS.attention_cached(Q, K, K, keys, values, lengths)
+
+    names = ("Q", "K", "key_cache", "value_cache", "cache_lengths")
+    inputs = cached_inputs()
+    torch.compile(step, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(*(inputs[name] for name in names))
+    (graph,) = graphs
+    assert OPS.tensor_scatter.default not in {node.target for node in graph.graph.nodes}
+
+
 # ------------------------------------------------------------------------------------------------------ valid_kv_length
 
 MASKS = {
@@ -176,7 +197,7 @@ def lengths_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", MASKS)
 def test_valid_kv_length(name: str) -> None:
     exported = export(lengths_of, {"mask": MASKS[name]})
-    assert len(exported.types) <= 9 and "Shape" not in exported.types
+    assert 6 <= len(exported.types) <= 8 and "Shape" not in exported.types
     if MASKS[name].dim() >= 2:
         assert exported.types[0] == "Gather"  # everything else sees one row of the mask only
     exported.agrees("reference")

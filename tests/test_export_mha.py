@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import MhaCase, call_mha, make_mha_inputs
-from export_support import Exported, attributes, export, in_order, onnx, run
+from export_support import ORT_IS_CURRENT, Exported, attributes, export, in_order, onnx, run
 from torch import Tensor
 
 INPUTS = (
@@ -112,7 +112,8 @@ def test_one_node(name: str) -> None:
     assert list(written.input) == want
     assert list(written.output) == in_order(exported.eager, OUTPUTS)
     assert attributes(written) == {"num_heads": node.case.num_heads, **node.attributes}
-    if node.runs:
+    shares = node.case.capacity is not None and node.case.beams is None
+    if node.runs and (ORT_IS_CURRENT or not shares):
         exported.agrees("ort")
 
 
@@ -140,7 +141,8 @@ def test_an_int64_past_sequence_length_is_cast() -> None:
     exported = export(lambda tensors: call_mha(tensors, **case.attributes()), inputs)
     assert exported.types == ["Cast", "MultiHeadAttention"]
     assert attributes(exported.node("Cast")) == {"to": onnx.TensorProto.INT32}
-    exported.agrees("ort")
+    if ORT_IS_CURRENT:
+        exported.agrees("ort")
 
 
 def test_shared_buffers_come_out_as_presents() -> None:
@@ -167,7 +169,7 @@ def test_scores_that_nobody_reads_are_not_written() -> None:
 def test_the_opset_of_ai_onnx_is_free(opset: int) -> None:
     exported = export_mha(MhaCase(mask="keys", mask_dtype=torch.bool), opset=opset)
     assert exported.opset == opset
-    if opset <= 26:  # ONNX Runtime 1.30 stops there
+    if opset <= 26 or ORT_IS_CURRENT:
         exported.agrees("ort")
 
 

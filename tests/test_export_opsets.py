@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from export_support import ORT_VERSION, Call, Exported, attributes, export, onnx
+from export_support import ORT_IS_CURRENT, Call, Exported, attributes, export, onnx
 from torch import Tensor, nn
 
 import torch_onnx_attn.onnx
@@ -82,7 +82,7 @@ def test_a_higher_opset_on_request(opset: int) -> None:
     assert exported.opset == opset
     assert attributes(exported.node("Attention")) == {}
     exported.agrees("reference")
-    if opset <= 26 or ORT_VERSION >= (1, 32):
+    if opset <= 26 or ORT_IS_CURRENT:
         exported.agrees("ort")
 
 
@@ -146,7 +146,7 @@ def test_a_whole_layer_at_opset_28() -> None:
     )
     exported.eager = {program.model_proto.graph.output[0].name: exported.eager["y"]}
     exported.agrees("reference")
-    if ORT_VERSION >= (1, 32):
+    if ORT_IS_CURRENT:
         exported.agrees("ort")
 
 
@@ -202,6 +202,19 @@ def test_a_captured_program_is_taken_as_it_is() -> None:
     captured = torch.export.export(Call(["Q", "K"], left_window).eval(), (Q, K))
     proto = torch_onnx_attn.onnx.export(captured).model_proto
     assert [node.op_type for node in proto.graph.node] == ["Attention"] and proto.opset_import[0].version == 25
+
+
+def test_a_program_decomposed_before_is_refused_with_the_reason() -> None:
+    class Model(nn.Module):
+        def forward(self, cache: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+            OPS.tensor_scatter_(cache, rows, at)
+            return cache
+
+    captured = torch.export.export(Model().eval(), tuple(CACHE.values()))
+    assert [node.op_type for node in torch_onnx_attn.onnx.export(captured).model_proto.graph.node] == ["TensorScatter"]
+    decomposed = torch.export.export(Model().eval(), tuple(CACHE.values())).run_decompositions()
+    with pytest.raises(torch_onnx_attn.onnx.ExportError, match=r"tensor_scatter_.*run_decompositions\(\) has wrapped"):
+        torch_onnx_attn.onnx.export(decomposed)
 
 
 def test_names_asked_for_win_over_names_inside() -> None:

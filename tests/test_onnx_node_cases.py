@@ -157,6 +157,20 @@ def test_onnx_reference_cannot_do_without_keys() -> None:
         run_onnx_reference(["Y"], small_inputs(kv_len=0))
 
 
+def test_onnx_reference_repeats_the_first_row_of_causality() -> None:
+    """is_causal beside a mask that broadcasts over queries: numpy gives every query what query 0 sees, and takes no rank-1 mask
+    at all. The function body (ONNX Runtime, opset 25) composes the two."""
+    inputs = small_inputs()
+    tensors = {name: torch.from_numpy(value) for name, value in inputs.items()}
+    (Y,) = run_onnx_reference(["Y"], inputs | {"attn_mask": np.zeros((1, 3), np.float32)}, opset=25, is_causal=1)
+    np.testing.assert_allclose(Y[0, 0], np.broadcast_to(inputs["V"][0, 0, 0], (2, 4)), rtol=1e-5)
+    ours = reference.attention(**tensors, attn_mask=torch.zeros(1, 3), is_causal=True).Y
+    assert_close("Y", ours, reference.attention(**tensors, is_causal=True).Y, 1e-12)
+    assert float((torch.from_numpy(Y) - ours).abs().max()) > 0.1
+    with pytest.raises(ValueError, match="not enough values to unpack"):
+        run_onnx_reference(["Y"], inputs | {"attn_mask": np.zeros(3, np.float32)}, opset=25, is_causal=1)
+
+
 def test_onnx_reference_overflows_in_float16() -> None:
     """q.k = 80000 at scale 1: float32 scores give a plain softmax; numpy's float16 ones give NaN."""
     inputs = {

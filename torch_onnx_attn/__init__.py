@@ -11,7 +11,7 @@ try:
 except PackageNotFoundError:  # used from a checkout that was built in place and not installed
     __version__ = "0.1.0+source"
 
-# Registration, in this order: the schemas, then fake kernels (torch refuses them once an op has a composite body), then the rest.
+# Registration: the schemas come first.
 # isort: off
 from .library import build_info
 from . import fake as _fake  # noqa: F401

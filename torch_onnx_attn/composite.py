@@ -1,18 +1,30 @@
-"""The in-place ops said with pure ones, so that torch.export and the ONNX exporter see the functional form.
+"""The in-place ops said with pure ones, for the ONNX exporter, which has no translation for an op that writes its inputs.
 
-Eager calls and compiled graphs never come here: the mutable ops have kernels of their own. Only a decomposition does.
+Eager calls and compiled graphs never come here: the mutable ops have kernels of their own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("onnx_attn", "IMPL")
 
+def _implement(name: str, body: Callable[..., Any]) -> None:
+    """Shows the body while torch.onnx.export runs and at no other time.
 
-def _implement(name: str, function: object) -> None:
-    _library.impl(name, function, "CompositeImplicitAutograd")
+    A plain CompositeImplicitAutograd registration would not do: torch.compile takes every mutable op apart that has one, and the
+    pure form copies each cache twice per step.
+    """
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.onnx_attn, packet), overload or "default")
+
+    def body_for_the_exporter(*args: Any, **kwargs: Any) -> Any:
+        return body(*args, **kwargs) if torch.onnx.is_in_onnx_export() else NotImplemented
+
+    op.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(body_for_the_exporter)
 
 
 def _tensor_scatter_in_place(

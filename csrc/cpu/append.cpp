@@ -13,16 +13,18 @@ namespace {
 
 // Rows that one task copies: enough bytes to be worth a thread, few enough to share out a single head.
 constexpr int64_t kRowsPerTask = 256;
+// Below this many elements waking other threads takes longer than the copy.
+constexpr int64_t kSerialElements = 1 << 16;
 
 int64_t bytes_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
 
 // One of the two tensors that an append writes.
 struct Target {
   Tensor4 past, fresh, cache;
-  int64_t size;        // elements of a row
-  int64_t bytes;       // of an element
+  int64_t size;   // elements of a row
+  int64_t bytes;  // of an element
   DType dtype;
-  const void* bias;    // [kv_heads, size] of bias_dtype, or null
+  const void* bias;  // [kv_heads, size] of bias_dtype, or null
   DType bias_dtype;
 };
 
@@ -85,7 +87,8 @@ void append(const Problem& problem, const ParallelFor& parallel_for) {
   if (!append.active) return;
   const Target targets[2] = {
       {append.past_k, append.new_k, problem.k, problem.head_size, bytes_of(problem.dtype), problem.dtype, problem.k_bias, problem.dtype},
-      {append.past_v, append.new_v, problem.v, problem.v_head_size, bytes_of(problem.v_dtype), problem.v_dtype, problem.v_bias, problem.dtype},
+      {append.past_v, append.new_v, problem.v, problem.v_head_size, bytes_of(problem.v_dtype), problem.v_dtype, problem.v_bias,
+       problem.dtype},
   };
   const int64_t past_tasks = (append.past_len + kRowsPerTask - 1) / kRowsPerTask;
   const int64_t new_tasks = (append.new_len + kRowsPerTask - 1) / kRowsPerTask;
@@ -107,9 +110,16 @@ void append(const Problem& problem, const ParallelFor& parallel_for) {
       }
     }
   };
-  parallel_for(problem.batch * problem.kv_heads * tasks, [&](int64_t begin, int64_t end) {
+  const auto run_tasks = [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) run_task(task);
-  });
+  };
+  const int64_t all = problem.batch * problem.kv_heads * tasks;
+  const int64_t copied = append.new_len + (append.past_k.data ? append.past_len : 0);
+  const int64_t elements = problem.batch * problem.kv_heads * copied * (problem.head_size + problem.v_head_size);
+  if (elements < kSerialElements)
+    run_tasks(0, all);
+  else
+    parallel_for(all, run_tasks);
 }
 
 }  // namespace onnx_attn::cpu

@@ -9,8 +9,9 @@ static void score_tile(Unit<T>& unit, int64_t first, int64_t count, int64_t key,
   const T* queries = scratch.queries + first * padded;
   const int64_t begin = from / L, end = (to + L - 1) / L;  // in vectors
   if (unit.blocking.few_rows) {
-    const T* const* rows = reinterpret_cast<const T* const*>(scratch.row_pointers);
-    dot_products<T>(queries, padded, count, rows + from, to - from, unit.direct_keys ? depth : padded, scratch.scores + from);
+    const Ahead values{scratch.value_rows + from, unit.direct_values ? unit.problem.v_head_size * bytes_of(unit.problem.v_dtype) : 0};
+    dot_products_any<T>(unit.direct_keys ? unit.problem.dtype : kComputeDType<T>, queries, padded, count, scratch.key_rows + from,
+                        to - from, unit.direct_keys ? depth : padded, scratch.scores + from, values);
   } else {
     for (int64_t v = begin; v < end;) {
       const int64_t panel = v / kPanelVectors, next = smaller((panel + 1) * kPanelVectors, end);
@@ -67,7 +68,7 @@ static void soften(Unit<T>& unit, int64_t first, int64_t count, int64_t from, in
 
 // One tile of keys for one sub-block of rows.
 template <class T>
-static void attend_tile(Unit<T>& unit, int64_t first, int64_t count, int64_t key, int64_t keys, const T* values, int64_t value_stride) {
+static void attend_tile(Unit<T>& unit, int64_t first, int64_t count, int64_t key, int64_t keys) {
   constexpr int L = kLanes<T>;
   const KeyRange tile{key, key + keys};
   const KeyRange seen = intersect(tile, unit.visible(first, first + count));
@@ -82,10 +83,19 @@ static void attend_tile(Unit<T>& unit, int64_t first, int64_t count, int64_t key
   const int64_t from = seen.begin - key, to = seen.end - key;
   soften(unit, first, count, from / L * L, (to + L - 1) / L * L);
   // V is read for keys in sight only: behind the length it may hold NaN, and 0 * NaN is NaN.
+  const Scratch<T>& scratch = unit.scratch;
   const int64_t padded = unit.blocking.padded_v_head;
   const int64_t width = unit.direct_values ? unit.problem.v_head_size : padded;
-  multiply<T, true>(unit.scratch.scores + from, kKeyTile, count, values + from * value_stride, value_stride, to - from,
-                    unit.scratch.sums + first * padded, padded, static_cast<int>(width / L), unit.scratch.row_factor);
+  const T* weights = scratch.scores + from;
+  T* sums = scratch.sums + first * padded;
+  if (unit.blocking.few_rows) {
+    const int64_t key_bytes = unit.next_count >= to - from ? unit.problem.head_size * bytes_of(unit.problem.dtype) : 0;
+    weighted_sums_any<T>(unit.direct_values ? unit.problem.v_dtype : kComputeDType<T>, weights, count, scratch.value_rows + from, to - from,
+                         width, sums, padded, scratch.row_factor, {scratch.next_key_rows, key_bytes});
+  } else {
+    multiply<T, true>(weights, kKeyTile, count, unit.values + from * unit.value_stride, unit.value_stride, to - from, sums, padded,
+                      static_cast<int>(width / L), scratch.row_factor);
+  }
 }
 
 // The weights output needs final maxima and sums, so scores are computed a second time.
@@ -95,7 +105,7 @@ static void write_weights(Unit<T>& unit) {
   const Scratch<T>& scratch = unit.scratch;
   for (int64_t key = unit.keys.begin; key < unit.keys.end; key += kKeyTile) {
     const int64_t keys = smaller(kKeyTile, unit.keys.end - key);
-    pack_key_tile(unit, key, keys);
+    open_key_tile(unit, key, keys);
     for (int64_t first = 0; first < unit.row_count; first += kSubBlock) {
       const int64_t count = smaller(kSubBlock, unit.row_count - first);
       score_tile(unit, first, count, key, 0, keys);
@@ -113,10 +123,13 @@ static void write_weights(Unit<T>& unit) {
 
 // Y and log-sum-exp of one row, `row` counted within the kv head.
 template <class T>
-static void finish_row(const Problem& problem, const Blocking& blocking, int64_t batch, int64_t kv_head, int64_t row, T* sums, T top, T sum) {
+static void finish_row(const Problem& problem, const Blocking& blocking, int64_t batch, int64_t kv_head, int64_t row, T* sums, T top,
+                       T sum) {
   const int64_t head = kv_head * blocking.group + row % blocking.group, position = row / blocking.group;
-  const T divisor = sum == 0 ? T(1) : sum;  // no key at all, or none with a finite score: the sums are 0 as well
-  for (int64_t d = 0; d < blocking.padded_v_head; d += kLanes<T>) store(sums + d, load(sums + d) / divisor);
+  for (int64_t d = 0; d < blocking.padded_v_head; d += kLanes<T>) {
+    // No key, or none with a finite score: 0 even where V holds NaN, which weights of 0 would have let through.
+    store(sums + d, sum == 0 ? Vector<T>{} : load(sums + d) / sum);
+  }
   store_row_any<T>(problem.dtype, sums, problem.v_head_size, problem.y.data,
                    batch * problem.y.batch_stride + head * problem.y.head_stride + position * problem.y.row_stride);
   if (problem.lse) {
@@ -148,13 +161,12 @@ static void run_unit(const Problem& problem, const Blocking& blocking, int64_t i
 
   for (int64_t key = unit.keys.begin; key < unit.keys.end; key += kKeyTile) {
     const int64_t keys = smaller(kKeyTile, unit.keys.end - key);
-    pack_key_tile(unit, key, keys);
-    int64_t value_stride;
-    const T* values = value_tile(unit, key, keys, &value_stride);
+    open_key_tile(unit, key, keys);
+    open_value_tile(unit, key, keys);
     // A tile on the diagonal is cut finer, since each sub-block computes the keys that any of its rows sees.
     const int64_t step = contains(unit.common(0, unit.row_count), key, key + keys) ? kSubBlock : kEdgeBlock;
     for (int64_t first = 0; first < unit.row_count; first += step) {
-      attend_tile(unit, first, smaller(step, unit.row_count - first), key, keys, values, value_stride);
+      attend_tile(unit, first, smaller(step, unit.row_count - first), key, keys);
     }
   }
 
@@ -186,16 +198,19 @@ static void combine(const Problem& problem, const Blocking& blocking, int64_t he
     }
     T* joined = partial_row<T>(blocking, partials, head, 0, row);
     T sum = 0;
+    bool started = false;
     for (int64_t split = 0; split < blocking.key_splits; ++split) {
       const T* part = partial_row<T>(blocking, partials, head, split, row);
       const T part_top = part[padded], part_sum = part[padded + 1];
-      // A split without a key has weight 0 and sums of 0; one whose scores are NaN has a NaN sum, which must spread.
-      const T weight = part_top == kMinusInfinity<T> ? T(part_sum == 0 ? 0 : 1) : exp_of_nonpositive<T>(splat<T>(part_top - top))[0];
-      sum = split == 0 ? part_sum * weight : sum + part_sum * weight;
+      if (part_sum == 0) continue;  // no key of this split counts
+      // A split whose scores are NaN has no maximum but a NaN sum, which must spread.
+      const T weight = part_top == kMinusInfinity<T> ? T(1) : exp_of_nonpositive<T>(splat<T>(part_top - top))[0];
       for (int64_t d = 0; d < padded; d += kLanes<T>) {
         const Vector<T> added = load(part + d) * weight;
-        store(joined + d, split == 0 ? added : load(joined + d) + added);
+        store(joined + d, started ? load(joined + d) + added : added);
       }
+      sum += part_sum * weight;
+      started = true;
     }
     finish_row<T>(problem, blocking, head / problem.kv_heads, head % problem.kv_heads, row, joined, top, sum);
   }

@@ -13,7 +13,7 @@ namespace {
 
 // Below this many multiply-adds waking other threads takes longer than the work.
 constexpr double kSerialWork = 5e5;
-constexpr int64_t kAlignment = 64;
+constexpr std::align_val_t kAlignment{64};
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -35,11 +35,11 @@ const Kernel* pick_kernel(DType compute) {
 }
 
 struct AlignedMemory {
-  explicit AlignedMemory(size_t bytes) : data(static_cast<char*>(std::aligned_alloc(kAlignment, round_up(std::max<size_t>(bytes, 1), kAlignment)))) {}
-  ~AlignedMemory() { std::free(data); }
+  explicit AlignedMemory(size_t bytes) : data(static_cast<char*>(::operator new(bytes, kAlignment, std::nothrow))) {}
+  ~AlignedMemory() { ::operator delete(data, kAlignment); }
   AlignedMemory(const AlignedMemory&) = delete;
   AlignedMemory& operator=(const AlignedMemory&) = delete;
-  char* data;
+  char* data;  // null: there is none left
 };
 
 }  // namespace
@@ -104,10 +104,12 @@ void attention(const Problem& problem, const ParallelFor& parallel_for) {
       if (unfinished[head].fetch_sub(1, std::memory_order_acq_rel) == 1) kernel->combine(problem, blocking, head, partials.data);
     }
   };
-  const double work = static_cast<double>(problem.batch) * problem.kv_heads * blocking.rows * problem.kv_len *
-                      (problem.head_size + problem.v_head_size);
-  if (blocking.units == 1 || work < kSerialWork) body(0, blocking.units);
-  else parallel_for(blocking.units, body);
+  const double work =
+      static_cast<double>(problem.batch) * problem.kv_heads * blocking.rows * problem.kv_len * (problem.head_size + problem.v_head_size);
+  if (blocking.units == 1 || work < kSerialWork)
+    body(0, blocking.units);
+  else
+    parallel_for(blocking.units, body);
   if (out_of_memory) throw std::bad_alloc();
 }
 

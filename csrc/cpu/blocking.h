@@ -21,8 +21,8 @@ inline constexpr int64_t kPad = 16;          // head sizes are padded to this ma
 // Neighbouring rows thus share K, V and nearly the same visible keys.
 struct Blocking {
   int64_t group = 1;
-  int64_t rows = 0;        // q_len * group
-  int64_t row_block = 0;   // rows of one unit
+  int64_t rows = 0;       // q_len * group
+  int64_t row_block = 0;  // rows of one unit
   int64_t row_blocks = 0;
   int64_t key_splits = 1;  // units along the keys; more than one: their results are combined in order
   int64_t units = 0;       // batch * kv_heads * key_splits * row_blocks
@@ -30,9 +30,9 @@ struct Blocking {
 
   int64_t padded_head = 0;
   int64_t padded_v_head = 0;
-  int64_t compute_size = 4;       // bytes of the compute type
-  int64_t partial_row = 0;        // elements of one row of a split's result: the sums of V, then maximum and sum
-  int64_t partial_elements = 0;   // of all splits of all heads of the batch; 0 with a single split
+  int64_t compute_size = 4;      // bytes of the compute type
+  int64_t partial_row = 0;       // elements of one row of a split's result: the sums of V, then maximum and sum
+  int64_t partial_elements = 0;  // of all splits of all heads of the batch; 0 with a single split
 };
 
 Blocking make_blocking(const Problem& problem);

@@ -1,4 +1,4 @@
-// gemm.inl: register-tiled products over rows of scratch, dot products for few rows, and the transposed packing of K.
+// gemm.inl: register-tiled products of rows of scratch with packed columns.
 
 // c[i][:] = c[i][:] * factors[i] + sum over k of a[i][k] * b[k][:], for kRows rows and kVectors vectors of columns held in registers.
 // Without kAccumulate c starts at 0.
@@ -11,8 +11,10 @@ static void register_tile(const T* a, int64_t a_stride, const T* b, int64_t b_st
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) {
-      if constexpr (kAccumulate) sums[i][j] = load(c + i * c_stride + j * L) * factors[i];
-      else sums[i][j] = Vector<T>{};
+      if constexpr (kAccumulate)
+        sums[i][j] = load(c + i * c_stride + j * L) * factors[i];
+      else
+        sums[i][j] = Vector<T>{};
     }
   }
   for (int64_t k = 0; k < depth; ++k) {
@@ -54,55 +56,14 @@ static void multiply(const T* a, int64_t a_stride, int64_t rows, const T* b, int
                      int vectors, const T* factors) {
   while (vectors > 0) {
     const int taken = vectors >= 4 && kPanelVectors >= 4 ? 4 : vectors >= 2 ? 2 : 1;
-    if (taken == 4) multiply_columns<T, kAccumulate, kPanelVectors>(a, a_stride, rows, b, b_stride, depth, c, c_stride, factors);
-    else if (taken == 2) multiply_columns<T, kAccumulate, 2>(a, a_stride, rows, b, b_stride, depth, c, c_stride, factors);
-    else multiply_columns<T, kAccumulate, 1>(a, a_stride, rows, b, b_stride, depth, c, c_stride, factors);
+    if (taken == 4)
+      multiply_columns<T, kAccumulate, kPanelVectors>(a, a_stride, rows, b, b_stride, depth, c, c_stride, factors);
+    else if (taken == 2)
+      multiply_columns<T, kAccumulate, 2>(a, a_stride, rows, b, b_stride, depth, c, c_stride, factors);
+    else
+      multiply_columns<T, kAccumulate, 1>(a, a_stride, rows, b, b_stride, depth, c, c_stride, factors);
     b += taken * kLanes<T>;
     c += taken * kLanes<T>;
     vectors -= taken;
   }
-}
-
-// ---- few rows ------------------------------------------------------------------------------------------------------
-
-// scores[i][j] = dot(queries row i, key row j) for kRows rows and kKeys keys; `length` is a multiple of the lanes.
-template <class T, int kRows, int kKeys>
-static void dot_tile(const T* queries, int64_t query_stride, const T* const* keys, int64_t length, T* scores) {
-  Vector<T> sums[kRows][kKeys] = {};
-  for (int64_t d = 0; d < length; d += kLanes<T>) {
-    Vector<T> query[kRows];
-#pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) query[i] = load(queries + i * query_stride + d);
-#pragma GCC unroll 8
-    for (int j = 0; j < kKeys; ++j) {
-      const Vector<T> key = load(keys[j] + d);
-#pragma GCC unroll 8
-      for (int i = 0; i < kRows; ++i) sums[i][j] += query[i] * key;
-    }
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i) {
-#pragma GCC unroll 8
-    for (int j = 0; j < kKeys; ++j) scores[i * kKeyTile + j] = reduce_add<T>(sums[i][j]);
-  }
-}
-
-template <class T, int kRows>
-static void dot_rows(const T* queries, int64_t query_stride, const T* const* keys, int64_t count, int64_t length, T* scores) {
-  int64_t j = 0;
-  for (; j + 4 <= count; j += 4) dot_tile<T, kRows, 4>(queries, query_stride, keys + j, length, scores + j);
-  for (; j < count; ++j) dot_tile<T, kRows, 1>(queries, query_stride, keys + j, length, scores + j);
-}
-
-template <class T>
-static void dot_products(const T* queries, int64_t query_stride, int64_t rows, const T* const* keys, int64_t count, int64_t length,
-                         T* scores) {
-  for (; rows >= 4; rows -= 4, queries += 4 * query_stride, scores += 4 * kKeyTile) {
-    dot_rows<T, 4>(queries, query_stride, keys, count, length, scores);
-  }
-  if (rows >= 2) {
-    dot_rows<T, 2>(queries, query_stride, keys, count, length, scores);
-    rows -= 2, queries += 2 * query_stride, scores += 2 * kKeyTile;
-  }
-  if (rows == 1) dot_rows<T, 1>(queries, query_stride, keys, count, length, scores);
 }

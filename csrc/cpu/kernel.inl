@@ -21,6 +21,8 @@ namespace {
 
 #include "gemm.inl"
 
+#include "few_rows.inl"
+
 #include "pack.inl"
 
 #include "scratch.inl"

@@ -18,8 +18,8 @@ static void limit_row(T* scores, int64_t from, int64_t to, int64_t begin, int64_
 
 template <class T>
 static void cap_row(T* scores, int64_t from, int64_t to, double softcap) {
-  const T cap = static_cast<T>(softcap), inverse = static_cast<T>(1 / softcap);
-  for (int64_t j = from; j < to; j += kLanes<T>) store(scores + j, tanh<T>(load(scores + j) * inverse) * cap);
+  const T cap = static_cast<T>(softcap);
+  for (int64_t j = from; j < to; j += kLanes<T>) store(scores + j, tanh<T>(load(scores + j) / cap) * cap);
 }
 
 template <class T>
@@ -52,8 +52,10 @@ static void bias_row(const Storage* bias, int64_t count, T* scores) {
 // One element of a tensor mask as an additive value. Finite doubles stay finite in float: a row of finite minima is not empty.
 template <class T, class Storage>
 ONNX_ATTN_INLINE T additive(Storage value) {
-  if constexpr (sizeof(Storage) == 1) return value ? T(0) : kMinusInfinity<T>;
-  else if constexpr (sizeof(Storage) <= sizeof(T)) return to<T>(value);
+  if constexpr (sizeof(Storage) == 1)
+    return value ? T(0) : kMinusInfinity<T>;
+  else if constexpr (sizeof(Storage) <= sizeof(T))
+    return to<T>(value);
   else {
     const bool finite = value - value == 0;
     return finite && value < -__FLT_MAX__ ? -__FLT_MAX__ : finite && value > __FLT_MAX__ ? __FLT_MAX__ : static_cast<T>(value);
@@ -87,8 +89,10 @@ static void mask_row(Unit<T>& unit, int64_t row, int64_t key, int64_t count, T* 
   const Storage* data = static_cast<const Storage*>(mask.data) + element;
   if constexpr (sizeof(Storage) <= sizeof(T)) {
     if (mask.key_stride == 1) {
-      if constexpr (sizeof(Storage) == 1) return keep_row<T>(data, count, scores);
-      else return bias_row<T>(data, count, scores);
+      if constexpr (sizeof(Storage) == 1)
+        return keep_row<T>(data, count, scores);
+      else
+        return bias_row<T>(data, count, scores);
     }
   }
   // Rows that share their mask by broadcasting come one after the other.
@@ -108,8 +112,9 @@ static void mask_row_any(Unit<T>& unit, int64_t row, int64_t key, int64_t count,
 }
 
 // Rows of a tensor mask are far apart: asks for those of a tile while its scores are still being computed.
+// Inline by force: GCC takes a function that only prefetches for one without effect, and deletes its calls.
 template <class T>
-static void prefetch_mask(const Unit<T>& unit, int64_t first, int64_t count, int64_t key, int64_t keys) {
+ONNX_ATTN_INLINE void prefetch_mask(const Unit<T>& unit, int64_t first, int64_t count, int64_t key, int64_t keys) {
   const TensorMask& mask = unit.problem.mask.tensor;
   if (mask.kind == TensorMask::Kind::none || mask.key_stride != 1 || mask.query_stride == 0) return;
   const int64_t bytes = bytes_of(mask.dtype);
@@ -145,8 +150,12 @@ static void pad_row(Unit<T>& unit, int64_t row, int64_t key, int64_t count, T* s
     } else {
       spoken_of = smaller(larger(padding.columns - key, 0), count);
       switch (padding.dtype) {
-        case DType::boolean: stage_padding(static_cast<const uint8_t*>(padding.data) + element, padding.key_stride, spoken_of, filter, added); break;
-        case DType::i64: stage_padding(static_cast<const int64_t*>(padding.data) + element, padding.key_stride, spoken_of, filter, added); break;
+        case DType::boolean:
+          stage_padding(static_cast<const uint8_t*>(padding.data) + element, padding.key_stride, spoken_of, filter, added);
+          break;
+        case DType::i64:
+          stage_padding(static_cast<const int64_t*>(padding.data) + element, padding.key_stride, spoken_of, filter, added);
+          break;
         default: stage_padding(static_cast<const int32_t*>(padding.data) + element, padding.key_stride, spoken_of, filter, added);
       }
     }
@@ -177,7 +186,8 @@ static void fill_unseen_scores(Unit<T>& unit) {
   T* fill = unit.scratch.mask_row;
   for (int64_t j = 0; j < kKeyTile; ++j) fill[j] = value;
   unit.staged_mask = {};
-  const KeyRange sides[2] = {{unit.answers.begin, smaller(unit.keys.begin, unit.answers.end)}, {larger(unit.keys.end, unit.answers.begin), unit.answers.end}};
+  const KeyRange sides[2] = {{unit.answers.begin, smaller(unit.keys.begin, unit.answers.end)},
+                             {larger(unit.keys.end, unit.answers.begin), unit.answers.end}};
   for (int64_t row = 0; row < unit.row_count; ++row) {
     for (const KeyRange& side : sides) {
       for (int64_t key = side.begin; key < side.end; key += kKeyTile) write_scores(unit, row, key, smaller(kKeyTile, side.end - key), fill);
@@ -186,8 +196,7 @@ static void fill_unseen_scores(Unit<T>& unit) {
 }
 
 // Softcap, mask, bias and padding on cells [from, to) of one row of a tile, whose keys start at `key`. Writes the score output of
-// every mode but `weights` on the way. Limits of the row are
-// the caller's, since most tiles have none.
+// every mode but `weights` on the way. The limits of the row are the caller's, since most tiles have none.
 template <class T>
 static void transform_row(Unit<T>& unit, int64_t row, int64_t key, int64_t from, int64_t to, T* scores) {
   const Problem& problem = unit.problem;
@@ -224,15 +233,19 @@ template <class T, class Storage>
 static bool excludes_row(const Storage* mask, int64_t count) {
   constexpr int L = kLanes<T>;
   const auto excluded = [](Storage value) {
-    if constexpr (sizeof(Storage) == 1) return value == 0;
-    else return to<T>(value) == kMinusInfinity<T>;
+    if constexpr (sizeof(Storage) == 1)
+      return value == 0;
+    else
+      return to<T>(value) == kMinusInfinity<T>;
   };
   if (!excluded(mask[0])) return false;
   int64_t j = 0;
   Integers<T> counts{};
   for (; j + L <= count; j += L) {
-    if constexpr (sizeof(Storage) == 1) counts |= load_bytes<T>(mask + j);
-    else counts |= load_as<T>(mask + j) != splat<T>(kMinusInfinity<T>);
+    if constexpr (sizeof(Storage) == 1)
+      counts |= load_bytes<T>(mask + j);
+    else
+      counts |= load_as<T>(mask + j) != splat<T>(kMinusInfinity<T>);
   }
   typename IntegerOf<T>::type any = 0;
   for (int i = 0; i < L; ++i) any |= counts[i];

@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "../launch.h"
-#include "../scatter.h"
 #include "storage.h"
 
 namespace onnx_attn::cpu {
@@ -12,23 +11,24 @@ namespace {
 #include "convert.inl"
 
 constexpr int64_t kBytesPerTask = 1 << 16;
+constexpr int64_t kSerialBytes = 1 << 17;  // below, waking other threads takes longer than the copy
 
 // A Scatter as loops: outer axes, the written axis, and inner blocks that are contiguous on both sides.
 struct Loops {
-  int rank = 0;                             // outer axes, batch first
+  int rank = 0;  // outer axes, batch first
   int64_t sizes[kMaxScatterRank];
   int64_t cache_strides[kMaxScatterRank];
   int64_t update_strides[kMaxScatterRank];
-  int64_t outer = 1;                        // product of sizes
-  int64_t block = 1;                        // elements of an inner block
+  int64_t outer = 1;  // product of sizes
+  int64_t block = 1;  // elements of an inner block
 };
 
 Loops make_loops(const Scatter& scatter) {
   Loops loops;
   int end = scatter.rank;
   // The longest run of last axes, behind the written one, that lies in one piece in both tensors.
-  while (end - 1 > scatter.axis && (scatter.sizes[end - 1] == 1 || (scatter.cache_strides[end - 1] == loops.block &&
-                                                                    scatter.update_strides[end - 1] == loops.block))) {
+  while (end - 1 > scatter.axis && (scatter.sizes[end - 1] == 1 ||
+                                    (scatter.cache_strides[end - 1] == loops.block && scatter.update_strides[end - 1] == loops.block))) {
     loops.block *= scatter.sizes[--end];
   }
   for (int axis = 0; axis < end; ++axis) {
@@ -40,6 +40,24 @@ Loops make_loops(const Scatter& scatter) {
     ++loops.rank;
   }
   return loops;
+}
+
+template <int64_t kBytes>
+void copy_elements(char* target, int64_t target_step, const char* source, int64_t source_step, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) std::memcpy(target + i * target_step, source + i * source_step, kBytes);
+}
+
+// Blocks of `bytes` at fixed distances. Single elements get a copy of a known size.
+void copy_blocks(char* target, int64_t target_step, const char* source, int64_t source_step, int64_t count, int64_t bytes) {
+  switch (bytes) {
+    case 1: return copy_elements<1>(target, target_step, source, source_step, count);
+    case 2: return copy_elements<2>(target, target_step, source, source_step, count);
+    case 4: return copy_elements<4>(target, target_step, source, source_step, count);
+    case 8: return copy_elements<8>(target, target_step, source, source_step, count);
+    case 16: return copy_elements<16>(target, target_step, source, source_step, count);
+    default:
+      for (int64_t i = 0; i < count; ++i) std::memcpy(target + i * target_step, source + i * source_step, bytes);
+  }
 }
 
 // Update rows [begin, end) of one outer index.
@@ -72,7 +90,7 @@ void write_rows(const Scatter& scatter, const Loops& loops, int64_t outer, int64
     if (cache_stride == loops.block && update_stride == loops.block) {
       std::memcpy(target, source, run * loops.block * size);
     } else {
-      for (int64_t i = 0; i < run; ++i) std::memcpy(target + i * cache_stride * size, source + i * update_stride * size, loops.block * size);
+      copy_blocks(target, cache_stride * size, source, update_stride * size, run, loops.block * size);
     }
     begin += run;
   }
@@ -110,12 +128,17 @@ void tensor_scatter(const Scatter& scatter, const ParallelFor& parallel_for) {
   const int64_t rows = scatter.sizes[scatter.axis];
   const int64_t rows_per_task = std::max<int64_t>(1, kBytesPerTask / (loops.block * scatter.element_size));
   const int64_t parts = (rows + rows_per_task - 1) / rows_per_task;
-  parallel_for(loops.outer * parts, [&](int64_t begin, int64_t end) {
+  const auto run_tasks = [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t first = task % parts * rows_per_task;
       write_rows(scatter, loops, task / parts, first, std::min(first + rows_per_task, rows));
     }
-  });
+  };
+  const int64_t tasks = loops.outer * parts;
+  if (loops.outer * rows * loops.block * scatter.element_size < kSerialBytes)
+    run_tasks(0, tasks);
+  else
+    parallel_for(tasks, run_tasks);
 }
 
 void valid_kv_length(const ValidLength& problem, const ParallelFor& parallel_for) {

@@ -3,22 +3,24 @@
 // The parts of one thread's scratch, each 64-byte aligned. T is the compute type.
 template <class T>
 struct Scratch {
-  T* queries;            // [row_block][padded_head], scaled
-  T* keys;               // one tile of K: packed for the tile product, or as rows for dot products
-  T* values;             // [kKeyTile][padded_v_head]
-  T* scores;             // [kSubBlock][kKeyTile]
-  T* sums;               // [row_block][padded_v_head], unnormalised output
-  T* row_max;            // [row_block]
-  T* row_sum;            // [row_block][kPad], one partial sum for each lane
-  T* row_base;           // [kSubBlock] what is subtracted before exp
-  T* row_factor;         // [kSubBlock] what rescales the sums of earlier tiles
-  T* key_bias;           // [padded_head]
-  T* value_bias;         // [padded_v_head]
-  T* mask_row;           // [kKeyTile], additive
-  T* padding_row;        // [kKeyTile], additive
-  int64_t* row_heads;    // [row_block] query head and position of each row: dividing by the group again and again would show
+  T* queries;          // [row_block][padded_head], scaled
+  T* keys;             // one tile of K: packed for the tile product, or as rows for dot products
+  T* values;           // [kKeyTile][padded_v_head]
+  T* scores;           // [kSubBlock][kKeyTile]
+  T* sums;             // [row_block][padded_v_head], unnormalised output
+  T* row_max;          // [row_block]
+  T* row_sum;          // [row_block][kPad], one partial sum for each lane
+  T* row_base;         // [kSubBlock] what is subtracted before exp
+  T* row_factor;       // [kSubBlock] what rescales the sums of earlier tiles
+  T* key_bias;         // [padded_head]
+  T* value_bias;       // [padded_v_head]
+  T* mask_row;         // [kKeyTile], additive
+  T* padding_row;      // [kKeyTile], additive
+  int64_t* row_heads;  // [row_block] query head and position of each row: dividing by the group again and again would show
   int64_t* row_positions;
-  const void** row_pointers;  // [2 * kKeyTile], rows of K, then of V
+  const void** key_rows;  // [kKeyTile] addresses of a tile's rows
+  const void** value_rows;
+  const void** next_key_rows;  // of the tile after it
 
   // Lays the parts out from `base` and returns the bytes they take; with a null base it only measures.
   size_t lay_out(const Blocking& blocking, char* base) {
@@ -42,7 +44,9 @@ struct Scratch {
     take(padding_row, kKeyTile);
     take(row_heads, blocking.row_block);
     take(row_positions, blocking.row_block);
-    take(row_pointers, 2 * kKeyTile);
+    take(key_rows, kKeyTile);
+    take(value_rows, kKeyTile);
+    take(next_key_rows, kKeyTile);
     return used;
   }
 };

@@ -20,15 +20,19 @@ struct Unit {
   int64_t batch = 0, kv_head = 0, split = 0;
   int64_t first_row = 0, row_count = 0;
   RowPosition position;
-  KeyRange answers;          // keys that this unit speaks for: all, or one split
-  KeyRange keys;             // keys whose scores it computes
-  const T* key_bias = nullptr;    // added as K and V are read
+  KeyRange answers;             // keys that this unit speaks for: all, or one split
+  KeyRange keys;                // keys whose scores it computes
+  const T* key_bias = nullptr;  // added as K and V are read
   const T* value_bias = nullptr;
-  bool direct_keys = false;       // K can be read in place by dot products
-  bool direct_values = false;     // V can be read in place
-  bool transforms = false;        // scores need more than the limits of their row
+  bool direct_keys = false;  // K and V are read in place
+  bool direct_values = false;
+  bool transforms = false;  // scores need more than the limits of their row
 
-  Staged staged_mask;             // what mask_row and padding_row hold
+  const T* values = nullptr;  // the V rows of the tile at hand
+  int64_t value_stride = 0;
+  int64_t next_key = -1;  // first key and length of the tile that next_key_rows points at
+  int64_t next_count = 0;
+  Staged staged_mask;  // what mask_row and padding_row hold
   Staged staged_padding;
 
   Unit(const Problem& p, const Blocking& b) : problem(p), blocking(b) {}
@@ -54,7 +58,9 @@ ONNX_ATTN_INLINE KeyRange intersect(KeyRange a, KeyRange b) {
   return both.begin < both.end ? both : KeyRange{both.begin, both.begin};
 }
 
-ONNX_ATTN_INLINE int64_t bytes_of(DType dtype) { return dtype == DType::f64 || dtype == DType::i64 ? 8 : dtype == DType::f32 || dtype == DType::i32 ? 4 : dtype == DType::boolean ? 1 : 2; }
+ONNX_ATTN_INLINE int64_t bytes_of(DType dtype) {
+  return dtype == DType::f64 || dtype == DType::i64 ? 8 : dtype == DType::f32 || dtype == DType::i32 ? 4 : dtype == DType::boolean ? 1 : 2;
+}
 
 // Decides which keys the unit computes and how it reads K and V.
 template <class T>
@@ -92,10 +98,14 @@ static void open_unit(Unit<T>& unit, int64_t index) {
 
   constexpr int L = kLanes<T>;
   const bool biased = !problem.append.active;
-  unit.direct_keys = blocking.few_rows && problem.dtype == kComputeDType<T> && !(biased && problem.k_bias) && problem.head_size % L == 0;
-  // With many rows V is read many times: only compact rows stay in the first-level cache, where large powers of two collide.
-  unit.direct_values = problem.v_dtype == kComputeDType<T> && !(biased && problem.v_bias) && !problem.beams.index &&
-                       problem.v_head_size % L == 0 && (blocking.few_rows || problem.v.row_stride <= 2 * problem.v_head_size);
+  if (blocking.few_rows) {
+    unit.direct_keys = reads_in_place<T>(problem.dtype) && !(biased && problem.k_bias) && problem.head_size % L == 0;
+    unit.direct_values = reads_in_place<T>(problem.v_dtype) && !(biased && problem.v_bias) && problem.v_head_size % L == 0;
+  } else {
+    // V is read many times: only compact rows stay in the first-level cache, where strides of large powers of two collide.
+    unit.direct_values = problem.v_dtype == kComputeDType<T> && !(biased && problem.v_bias) && !problem.beams.index &&
+                         problem.v_head_size % L == 0 && problem.v.row_stride <= 2 * problem.v_head_size;
+  }
   unit.transforms = problem.softcap != 0 || problem.mask.tensor.kind != TensorMask::Kind::none ||
                     problem.mask.padding.kind != Padding::Kind::none || problem.score_mode != ScoreMode::none;
 }
@@ -116,8 +126,7 @@ static void pack_queries(Unit<T>& unit) {
   const int64_t padded = unit.blocking.padded_head;
   for (int64_t i = 0; i < unit.row_count; ++i) {
     const int64_t head = unit.head_of(i);
-    const int64_t offset =
-        unit.batch * problem.q.batch_stride + head * problem.q.head_stride + unit.position_of(i) * problem.q.row_stride;
+    const int64_t offset = unit.batch * problem.q.batch_stride + head * problem.q.head_stride + unit.position_of(i) * problem.q.row_stride;
     const void* row = static_cast<const char*>(problem.q.data) + offset * bytes_of(problem.dtype);
     const T* bias = read_bias<T>(problem, problem.q_bias, head, problem.head_size, padded, unit.scratch.keys);  // free until K comes
     T* target = unit.scratch.queries + i * padded;
@@ -129,50 +138,61 @@ static void pack_queries(Unit<T>& unit) {
 
 // Addresses of `count` rows of K or V from `key` on; a beam search takes each from the cache of its own entry.
 template <class T>
-static void point_at_rows(Unit<T>& unit, const Tensor4& tensor, DType dtype, int64_t key, int64_t count) {
+static void point_at_rows(const Unit<T>& unit, const Tensor4& tensor, DType dtype, int64_t key, int64_t count, const void** rows) {
   const Beams& beams = unit.problem.beams;
   const int64_t size = bytes_of(dtype);
   const char* head = static_cast<const char*>(tensor.data) + unit.kv_head * tensor.head_stride * size;
-  const int64_t indirect = beams.index ? beams.past.at(unit.batch, unit.problem.kv_len) : 0;
-  for (int64_t i = 0; i < count; ++i) {
-    int64_t entry = unit.batch;
-    if (key + i < indirect) {
-      const int64_t beam = beams.index[unit.batch * beams.batch_stride + key + i];
-      entry = unit.batch / beams.width * beams.width + smaller(larger(beam, 0), beams.width - 1);
-    }
-    unit.scratch.row_pointers[i] = head + (entry * tensor.batch_stride + (key + i) * tensor.row_stride) * size;
+  const char* own = head + (unit.batch * tensor.batch_stride + key * tensor.row_stride) * size;
+  for (int64_t i = 0; i < count; ++i) rows[i] = own + i * tensor.row_stride * size;
+  if (!beams.index) return;
+  const int64_t indirect = smaller(beams.past.at(unit.batch, unit.problem.kv_len) - key, count);
+  for (int64_t i = 0; i < indirect; ++i) {
+    const int64_t beam = beams.index[unit.batch * beams.batch_stride + key + i];
+    const int64_t entry = unit.batch / beams.width * beams.width + smaller(larger(beam, 0), beams.width - 1);
+    rows[i] = head + (entry * tensor.batch_stride + (key + i) * tensor.row_stride) * size;
   }
 }
 
+// Brings a tile of keys into the form that scores are computed from, and says which keys come next.
 template <class T>
-static void pack_key_tile(Unit<T>& unit, int64_t key, int64_t count) {
+static void open_key_tile(Unit<T>& unit, int64_t key, int64_t count) {
   const Problem& problem = unit.problem;
   Scratch<T>& scratch = unit.scratch;
-  point_at_rows(unit, problem.k, problem.dtype, key, count);
-  if (unit.direct_keys) return;
-  if (unit.blocking.few_rows) {
-    pack_rows_any<T>(problem.dtype, scratch.row_pointers, count, problem.head_size, unit.key_bias, unit.blocking.padded_head, scratch.keys);
-    for (int64_t i = 0; i < count; ++i) scratch.row_pointers[i] = scratch.keys + i * unit.blocking.padded_head;
-  } else {
-    pack_transposed_any<T>(problem.dtype, scratch.row_pointers, count, problem.head_size, unit.key_bias, scratch.keys);
+  if (!unit.blocking.few_rows) {
+    point_at_rows(unit, problem.k, problem.dtype, key, count, scratch.key_rows);
+    return pack_transposed_any<T>(problem.dtype, scratch.key_rows, count, problem.head_size, unit.key_bias, scratch.keys);
   }
+  if (unit.next_key == key) {
+    const void** rows = scratch.key_rows;
+    scratch.key_rows = scratch.next_key_rows, scratch.next_key_rows = rows;
+  } else {
+    point_at_rows(unit, problem.k, problem.dtype, key, count, scratch.key_rows);
+  }
+  unit.next_key = key + count;
+  unit.next_count = smaller(kKeyTile, unit.keys.end - unit.next_key);
+  point_at_rows(unit, problem.k, problem.dtype, unit.next_key, unit.next_count, scratch.next_key_rows);
+  if (unit.direct_keys) return;
+  const int64_t padded = unit.blocking.padded_head;
+  pack_rows_any<T>(problem.dtype, scratch.key_rows, count, problem.head_size, unit.key_bias, padded, scratch.keys);
+  for (int64_t i = 0; i < count; ++i) scratch.key_rows[i] = scratch.keys + i * padded;
 }
 
-// The tile's V rows as compute values, [count][*stride].
+// The same for V, as rows of compute values: in place, or in scratch.
 template <class T>
-static const T* value_tile(Unit<T>& unit, int64_t key, int64_t count, int64_t* stride) {
+static void open_value_tile(Unit<T>& unit, int64_t key, int64_t count) {
   const Problem& problem = unit.problem;
-  if (unit.direct_values) {
-    *stride = problem.v.row_stride;
-    return static_cast<const T*>(problem.v.data) + unit.batch * problem.v.batch_stride + unit.kv_head * problem.v.head_stride +
-           key * problem.v.row_stride;
+  Scratch<T>& scratch = unit.scratch;
+  if (unit.direct_values && !unit.blocking.few_rows) {
+    unit.value_stride = problem.v.row_stride;
+    unit.values = static_cast<const T*>(problem.v.data) + unit.batch * problem.v.batch_stride + unit.kv_head * problem.v.head_stride +
+                  key * problem.v.row_stride;
+    return;
   }
-  *stride = unit.blocking.padded_v_head;
-  // The pointers of K's rows may still be in use: V has its own after them.
-  const void** keys_rows = unit.scratch.row_pointers;
-  unit.scratch.row_pointers += kKeyTile;
-  point_at_rows(unit, problem.v, problem.v_dtype, key, count);
-  pack_rows_any<T>(problem.v_dtype, unit.scratch.row_pointers, count, problem.v_head_size, unit.value_bias, *stride, unit.scratch.values);
-  unit.scratch.row_pointers = keys_rows;
-  return unit.scratch.values;
+  point_at_rows(unit, problem.v, problem.v_dtype, key, count, scratch.value_rows);
+  if (unit.direct_values) return;
+  const int64_t padded = unit.blocking.padded_v_head;
+  pack_rows_any<T>(problem.v_dtype, scratch.value_rows, count, problem.v_head_size, unit.value_bias, padded, scratch.values);
+  unit.values = scratch.values;
+  unit.value_stride = padded;
+  for (int64_t i = 0; i < count; ++i) scratch.value_rows[i] = scratch.values + i * padded;
 }

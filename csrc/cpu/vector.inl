@@ -107,8 +107,10 @@ ONNX_ATTN_INLINE Vector<T> load_as(const Storage* source) {
   constexpr int N = kLanes<T>;
   if constexpr (sizeof(Storage) == 2) {
     const Pack<float, N> wide = widen<N>(load_bits<Pack<uint16_t, N>>(source), Storage{});
-    if constexpr (sizeof(T) == 4) return wide;
-    else return __builtin_convertvector(wide, Vector<T>);
+    if constexpr (sizeof(T) == 4)
+      return wide;
+    else
+      return __builtin_convertvector(wide, Vector<T>);
   } else if constexpr (sizeof(Storage) == sizeof(T)) {
     return load_bits<Vector<T>>(source);
   } else if constexpr (sizeof(Storage) < sizeof(T)) {
@@ -146,11 +148,15 @@ ONNX_ATTN_INLINE void store_as(Storage* target, Vector<T> value) {
 template <class T>
 ONNX_ATTN_INLINE Integers<T> load_bytes(const uint8_t* source) {
 #if ONNX_ATTN_X86_LEVEL >= 4
-  if constexpr (sizeof(T) == 4) return (Integers<T>)_mm512_cvtepu8_epi32(load_bits<__m128i>(source));
-  else return (Integers<T>)_mm512_cvtepu8_epi64(_mm_cvtsi64_si128(load_bits<int64_t>(source)));
+  if constexpr (sizeof(T) == 4)
+    return (Integers<T>)_mm512_cvtepu8_epi32(load_bits<__m128i>(source));
+  else
+    return (Integers<T>)_mm512_cvtepu8_epi64(_mm_cvtsi64_si128(load_bits<int64_t>(source)));
 #elif ONNX_ATTN_X86_LEVEL >= 3
-  if constexpr (sizeof(T) == 4) return (Integers<T>)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load_bits<int64_t>(source)));
-  else return (Integers<T>)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(load_bits<int32_t>(source)));
+  if constexpr (sizeof(T) == 4)
+    return (Integers<T>)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load_bits<int64_t>(source)));
+  else
+    return (Integers<T>)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(load_bits<int32_t>(source)));
 #else
   Integers<T> result;
   for (int i = 0; i < kLanes<T>; ++i) result[i] = source[i];
@@ -164,11 +170,15 @@ ONNX_ATTN_INLINE Integers<T> load_bytes(const uint8_t* source) {
 template <class T>
 ONNX_ATTN_INLINE Vector<T> maximum(Vector<T> a, Vector<T> b) {
 #if ONNX_ATTN_X86_LEVEL >= 4
-  if constexpr (sizeof(T) == 4) return (Vector<T>)_mm512_max_ps((__m512)a, (__m512)b);
-  else return (Vector<T>)_mm512_max_pd((__m512d)a, (__m512d)b);
+  if constexpr (sizeof(T) == 4)
+    return (Vector<T>)_mm512_max_ps((__m512)a, (__m512)b);
+  else
+    return (Vector<T>)_mm512_max_pd((__m512d)a, (__m512d)b);
 #elif ONNX_ATTN_X86_LEVEL >= 3
-  if constexpr (sizeof(T) == 4) return (Vector<T>)_mm256_max_ps((__m256)a, (__m256)b);
-  else return (Vector<T>)_mm256_max_pd((__m256d)a, (__m256d)b);
+  if constexpr (sizeof(T) == 4)
+    return (Vector<T>)_mm256_max_ps((__m256)a, (__m256)b);
+  else
+    return (Vector<T>)_mm256_max_pd((__m256d)a, (__m256d)b);
 #else
   return a > b ? a : b;
 #endif
@@ -178,11 +188,15 @@ ONNX_ATTN_INLINE Vector<T> maximum(Vector<T> a, Vector<T> b) {
 template <class T>
 ONNX_ATTN_INLINE Vector<T> round_to_whole(Vector<T> value) {
 #if ONNX_ATTN_X86_LEVEL >= 4
-  if constexpr (sizeof(T) == 4) return (Vector<T>)_mm512_roundscale_ps((__m512)value, 8);
-  else return (Vector<T>)_mm512_roundscale_pd((__m512d)value, 8);
+  if constexpr (sizeof(T) == 4)
+    return (Vector<T>)_mm512_roundscale_ps((__m512)value, 8);
+  else
+    return (Vector<T>)_mm512_roundscale_pd((__m512d)value, 8);
 #elif ONNX_ATTN_X86_LEVEL >= 3
-  if constexpr (sizeof(T) == 4) return (Vector<T>)_mm256_round_ps((__m256)value, 8);
-  else return (Vector<T>)_mm256_round_pd((__m256d)value, 8);
+  if constexpr (sizeof(T) == 4)
+    return (Vector<T>)_mm256_round_ps((__m256)value, 8);
+  else
+    return (Vector<T>)_mm256_round_pd((__m256d)value, 8);
 #else
   const Vector<T> half = value < 0 ? splat<T>(T(-0.5)) : splat<T>(T(0.5));
   return __builtin_convertvector(__builtin_convertvector(value + half, Pack<int32_t, kLanes<T>>), Vector<T>);
@@ -193,8 +207,10 @@ ONNX_ATTN_INLINE Vector<T> round_to_whole(Vector<T> value) {
 template <class T>
 ONNX_ATTN_INLINE Vector<T> scale_by_power(Vector<T> value, Vector<T> power) {
 #if ONNX_ATTN_X86_LEVEL >= 4
-  if constexpr (sizeof(T) == 4) return (Vector<T>)_mm512_scalef_ps((__m512)value, (__m512)power);
-  else return (Vector<T>)_mm512_scalef_pd((__m512d)value, (__m512d)power);
+  if constexpr (sizeof(T) == 4)
+    return (Vector<T>)_mm512_scalef_ps((__m512)value, (__m512)power);
+  else
+    return (Vector<T>)_mm512_scalef_pd((__m512d)value, (__m512d)power);
 #else
   constexpr int bias = sizeof(T) == 4 ? 127 : 1023, shift = sizeof(T) == 4 ? 23 : 52;
   const Integers<T> whole = __builtin_convertvector(__builtin_convertvector(power, Pack<int32_t, kLanes<T>>), Integers<T>);
@@ -208,14 +224,13 @@ struct Exponential;
 template <>
 struct Exponential<float> {
   static constexpr int terms = 6;
-  static constexpr float coefficients[terms] = {0x1p+0f,          0x1p-1f,          0x1.55547cp-3f,
-                                                0x1.5554e8p-5f,   0x1.123dcep-7f,   0x1.6d4362p-10f};
+  static constexpr float coefficients[terms] = {0x1p+0f, 0x1p-1f, 0x1.55547cp-3f, 0x1.5554e8p-5f, 0x1.123dcep-7f, 0x1.6d4362p-10f};
   static constexpr float log2_e = 0x1.715476p+0f;
   static constexpr float ln2_high = 0x1.62ep-1f, ln2_low = 0x1.0bfbe8p-15f;  // whole multiples of ln2_high are exact
 #if ONNX_ATTN_X86_LEVEL >= 4
   static constexpr float lowest = -110.0f;  // scalef passes through subnormals and ends in exactly 0
 #else
-  static constexpr float lowest = -88.2f;   // rounds to a power of -127, whose factor is exactly 0
+  static constexpr float lowest = -88.2f;  // rounds to a power of -127, whose factor is exactly 0
 #endif
   static constexpr float tanh_saturates = 10.0f;
 };

@@ -14,15 +14,15 @@ struct EntryKeys {
   int chunks = 1;  // an entry without keys has one, in which its zeros are written
 };
 
-__device__ __forceinline__ EntryKeys entry_keys(const Problem& problem, int chunk_keys, int batch) {
+__device__ __forceinline__ EntryKeys entry_keys(const Problem& problem, int chunk_shift, int batch) {
   const RowPosition position = row_position(problem.mask, batch, problem.q_len, problem.kv_len);
   const KeyRange visible = visible_keys(problem.mask, position, 0, problem.q_len);
   EntryKeys keys;
   if (visible.begin >= visible.end) return keys;
   keys.begin = static_cast<int>(visible.begin);
   keys.end = static_cast<int>(visible.end);
-  keys.first_chunk = keys.begin / chunk_keys;
-  keys.chunks = (keys.end - 1) / chunk_keys - keys.first_chunk + 1;
+  keys.first_chunk = keys.begin >> chunk_shift;
+  keys.chunks = ((keys.end - 1) >> chunk_shift) - keys.first_chunk + 1;
   return keys;
 }
 
@@ -42,7 +42,7 @@ struct UnitTable {
     const int batch_size = static_cast<int>(problem.batch);
     const int heads = static_cast<int>(problem.kv_heads) * cut.row_blocks;
     for (int batch = threadIdx.x; batch < batch_size; batch += blockDim.x) {
-      first_unit[batch + 1] = entry_keys(problem, cut.chunk_keys, batch).chunks * heads;
+      first_unit[batch + 1] = entry_keys(problem, cut.chunk_shift, batch).chunks * heads;
     }
     __syncthreads();
     if (threadIdx.x < 32) {
@@ -86,7 +86,7 @@ struct UnitWalk {
     if (is_counted(problem)) {
       total = table.first_unit[problem.batch];
     } else {  // all entries have as many chunks as entry 0; too many lengths to count: as many as the capacity, some in vain
-      uniform_chunks = problem.mask.lengths.data ? cut.chunks : entry_keys(problem, cut.chunk_keys, 0).chunks;
+      uniform_chunks = problem.mask.lengths.data ? cut.chunks : entry_keys(problem, cut.chunk_shift, 0).chunks;
       total = static_cast<int>(problem.batch) * heads * uniform_chunks;
     }
   }
@@ -102,7 +102,7 @@ struct UnitWalk {
         while (index >= table.first_unit[batch + 1]) ++batch;
         ordinal = index - table.first_unit[batch];
       }
-      const EntryKeys keys = entry_keys(problem, cut.chunk_keys, batch);
+      const EntryKeys keys = entry_keys(problem, cut.chunk_shift, batch);
       const int head_chunks = uniform_chunks > 0 ? uniform_chunks : keys.chunks;
       const int head = ordinal / head_chunks, chunk = ordinal - head * head_chunks;
       if (chunk >= keys.chunks) continue;
@@ -113,8 +113,8 @@ struct UnitWalk {
       unit.chunk = keys.first_chunk + chunk;
       unit.entry_chunks = keys.chunks;
       unit.is_first = chunk == 0 && unit.row_block == 0;
-      unit.begin = max(keys.begin, unit.chunk * cut.chunk_keys);
-      unit.end = min(keys.end, (unit.chunk + 1) * cut.chunk_keys);
+      unit.begin = max(keys.begin, unit.chunk << cut.chunk_shift);
+      unit.end = min(keys.end, (unit.chunk + 1) << cut.chunk_shift);
       index += gridDim.x;
       return true;
     }

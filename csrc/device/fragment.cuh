@@ -35,7 +35,7 @@ struct Accumulator {
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 __device__ __forceinline__ int fragment_row(int lane_row) { return 8 * lane_row + lane_index() / 4; }  // in the warp's rows
-__device__ __forceinline__ int fragment_column() { return 2 * (lane_index() % 4); }  // the lane's part of a column
+__device__ __forceinline__ int fragment_column() { return 2 * (lane_index() % 4); }                    // the lane's part of a column
 
 // Columns 16 * k ... + 15 of a row tile as the left operand of the next product: the same lanes hold the same elements.
 template <class Element>

@@ -9,10 +9,9 @@
 
 namespace onnx_attn::device {
 
-inline constexpr float kLog2e = 1.4426950408889634f;
-
-// Finite biases go no lower: in base 2 the lowest float would be -inf, and a row of minima is an ordinary softmax.
-inline constexpr float kLowestBias = -2e38f;
+// A bias in the units of scores may overflow to -inf, but a row of lowest floats is an ordinary softmax: this is where such
+// a bias stops. It is -inf for -inf alone, and far below every score for an ordinary bias. Two of the lowest overflow again.
+__host__ __device__ __forceinline__ float bias_floor(float bias) { return fmaf(bias, 0.5f, -3e37f); }
 
 // What a mask tile holds in shared memory. keep is a byte for each score; the others are biases in natural units, of
 // which -inf excludes a key.
@@ -25,11 +24,12 @@ __host__ __device__ constexpr int element_bytes(MaskTileFormat format) {
 // How the tensor mask and the padding of a Problem reach the scores; decided on the host.
 struct MaskTilePlan {
   MaskTileFormat format = MaskTileFormat::none;
-  bool by_chunks = false;         // rows are copied as they are, 16 aligned bytes at a time; else element by element
-  bool one_row = false;           // no query axis: the tile is a single row
-  bool joined_padding = false;    // padding has a query axis and is added to the (f32) tile
-  bool key_padding = false;       // padding is one number for each key, kept in its own row
-  float key_padding_filter = 0;   // for keys that are not kept; in base-2 units
+  bool by_chunks = false;        // rows are copied as they are, 16 aligned bytes at a time; else element by element
+  bool one_row = false;          // no query axis: the tile is a single row
+  bool joined_padding = false;   // padding has a query axis and is added to the (f32) tile
+  bool key_padding = false;      // padding is one number for each key, kept in its own row
+  float key_padding_filter = 0;  // for keys that are not kept; in score units
+  float bias_unit = 1;           // score units in a natural unit
 };
 
 // The tile of a mask: kRows x kKeys elements, rows 16 bytes further apart than they are long, which keeps eight rows in
@@ -37,7 +37,7 @@ struct MaskTilePlan {
 template <int kRows, int kKeys>
 struct MaskTile {
   uint8_t* data;
-  int pitch;      // bytes from row to row; 0 when one row serves all
+  int pitch;  // bytes from row to row; 0 when one row serves all
 
   __host__ __device__ static constexpr int row_bytes(MaskTileFormat format) { return kKeys * element_bytes(format) + 16; }
   __host__ __device__ static constexpr int bytes(const MaskTilePlan& plan) {
@@ -50,32 +50,36 @@ struct MaskTile {
 // The corner of a tile in the mask, and how much of it exists; what lies beyond is never looked at.
 struct MaskCorner {
   int batch, head, row, key;
-  int rows, keys;
+  int rows, keys;  // at most kRows; any number of keys
 };
 
 // Starts copying rows of a tensor mask as they are.
 template <int kRows, int kKeys, int kThreads, int kElementBytes>
 __device__ __forceinline__ void copy_mask_rows(const MaskTile<kRows, kKeys>& tile, const TensorMask& mask, const MaskCorner& at) {
-  constexpr int kChunks = kKeys * kElementBytes / 16;
-  const uint8_t* source = static_cast<const uint8_t*>(mask.data) + (at.batch * mask.batch_stride + at.head * mask.head_stride +
-                                                                    at.row * mask.query_stride + at.key) * kElementBytes;
-  const int rows = tile.pitch == 0 ? 1 : min(at.rows, kRows);
-  const int row_bytes = min(at.keys, kKeys) * kElementBytes;
-  const uint32_t target = shared_address(tile.data);
-#pragma unroll 1
-  for (int index = threadIdx.x; index < rows * kChunks; index += kThreads) {
-    const int row = index / kChunks, byte = index % kChunks * 16;
-    copy_async_16(target + row * tile.pitch + byte, source + row * mask.query_stride * kElementBytes + byte,
-                  max(0, min(16, row_bytes - byte)));
+  constexpr int kPitch = kKeys * kElementBytes + 16;
+  constexpr int kChunks = kKeys * kElementBytes / 16, kRowStep = kThreads / kChunks;
+  static_assert(kThreads % kChunks == 0);
+  const int first_row = threadIdx.x / kChunks, byte = threadIdx.x % kChunks * 16;
+  const int bytes = max(0, min(16, at.keys * kElementBytes - byte));
+  const int64_t row_bytes = mask.query_stride * kElementBytes;
+  const int64_t corner = at.batch * mask.batch_stride + at.head * mask.head_stride + at.row * mask.query_stride + at.key;
+  const uint8_t* source = static_cast<const uint8_t*>(mask.data) + corner * kElementBytes + first_row * row_bytes + byte;
+  uint32_t target = shared_address(tile.data) + first_row * kPitch + byte;
+  const int rows = tile.pitch == 0 ? 1 : at.rows;
+#pragma unroll 4
+  for (int row = first_row; row < rows; row += kRowStep) {
+    copy_async_16(target, source, bytes);
+    source += kRowStep * row_bytes;
+    target += kRowStep * kPitch;
   }
 }
 
 // Calls body(row, key) for each element of the tile that exists; a thread always gets the same elements.
 template <int kRows, int kKeys, int kThreads, class Body>
 __device__ __forceinline__ void for_each_mask_element(const MaskTile<kRows, kKeys>& tile, const MaskCorner& at, Body&& body) {
-  const int rows = tile.pitch == 0 ? 1 : min(at.rows, kRows);
+  const int rows = tile.pitch == 0 ? 1 : at.rows;
 #pragma unroll 4
-  for (int index = threadIdx.x; index < rows * kKeys; index += kThreads) {
+  for (int index = rows * kKeys - 1 - static_cast<int>(threadIdx.x); index >= 0; index -= kThreads) {
     if (index % kKeys < at.keys) body(index / kKeys, index % kKeys);
   }
 }
@@ -91,23 +95,25 @@ template <int kRows, int kKeys, int kThreads>
 __device__ __forceinline__ void gather_mask_elements(const MaskTile<kRows, kKeys>& tile, const MaskTilePlan& plan, const Mask& mask,
                                                      const MaskCorner& at) {
   const TensorMask& tensor = mask.tensor;
-  const int64_t corner = at.batch * tensor.batch_stride + at.head * tensor.head_stride + at.row * tensor.query_stride +
-                         at.key * tensor.key_stride;
+  const int64_t corner =
+      at.batch * tensor.batch_stride + at.head * tensor.head_stride + at.row * tensor.query_stride + at.key * tensor.key_stride;
   const auto element = [&](int row, int key) { return corner + row * tensor.query_stride + key * tensor.key_stride; };
   const auto as_float = [&](int row, int key) -> float& { return reinterpret_cast<float*>(tile.data + row * tile.pitch)[key]; };
 
   if (tensor.kind == TensorMask::Kind::bias) {
     with_float_type(tensor.dtype, [&](auto type) {
       const auto* data = static_cast<const decltype(type)*>(tensor.data);
-      for_each_mask_element<kRows, kKeys, kThreads>(
-          tile, at, [&](int row, int key) { as_float(row, key) = bias_as_float(data[element(row, key)]); });
+      for_each_mask_element<kRows, kKeys, kThreads>(tile, at,
+                                                    [&](int row, int key) { as_float(row, key) = bias_as_float(data[element(row, key)]); });
     });
   } else {
     const bool* data = static_cast<const bool*>(tensor.data);
     for_each_mask_element<kRows, kKeys, kThreads>(tile, at, [&](int row, int key) {
       const bool keep = tensor.kind == TensorMask::Kind::none || data[element(row, key)];
-      if (plan.format == MaskTileFormat::keep) tile.data[row * tile.pitch + key] = keep;
-      else as_float(row, key) = keep ? 0.0f : -INFINITY;
+      if (plan.format == MaskTileFormat::keep)
+        tile.data[row * tile.pitch + key] = keep;
+      else
+        as_float(row, key) = keep ? 0.0f : -INFINITY;
     });
   }
   if (plan.joined_padding) {
@@ -146,28 +152,33 @@ __device__ __forceinline__ void stage_key_padding(float* target, const MaskTileP
   with_integer_type(padding.dtype, [&](auto type) {
     const auto* data = static_cast<const decltype(type)*>(padding.data) + batch * padding.batch_stride;
     const bool kept = padding.kind == Padding::Kind::lengths ? key < static_cast<int64_t>(*data)
-                                                              : key < padding.columns && data[key * padding.key_stride] > 0;
+                                                             : key < padding.columns && data[key * padding.key_stride] > 0;
     target[threadIdx.x] = kept ? 0.0f : plan.key_padding_filter;
   });
 }
 
-// ---- scores in registers, in base-2 units; `warp_row` is the warp's first row in the tile
+// ---- scores in registers; `warp_row` is the warp's first row in the tile
 
-__device__ __forceinline__ float add_bias(float score, float bias) {
-  // NaN in a bias must stay visible, hence not fmaxf.
-  const float sum = fmaf(max_or_nan(bias, kLowestBias), kLog2e, score);
-  return bias == -INFINITY ? bias : sum;
+// kMayOverflow: not for the range of float16. NaN stays visible, which fmaxf would not do.
+template <bool kMayOverflow>
+__device__ __forceinline__ float add_bias(float score, float bias, float bias_unit) {
+  const float sum = fmaf(bias, bias_unit, score);
+  return kMayOverflow ? max_or_nan(sum, bias_floor(bias)) : sum;
 }
 
 template <class Element>
 __device__ __forceinline__ float2 unpack(uint32_t pair) {
-  if constexpr (std::is_same_v<Element, __half>) return __half22float2(reinterpret_cast<const __half2&>(pair));
-  else return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+  if constexpr (std::is_same_v<Element, __half>)
+    return __half22float2(reinterpret_cast<const __half2&>(pair));
+  else
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
 // ldmatrix hands out a 16-bit tile in exactly the layout of the scores.
 template <class Element, int kRows, int kKeys, int kRowTiles>
-__device__ __forceinline__ void add_bias_tile(Accumulator<kRowTiles, kKeys / 8>& scores, const MaskTile<kRows, kKeys>& tile, int warp_row) {
+__device__ __forceinline__ void add_bias_tile(Accumulator<kRowTiles, kKeys / 8>& scores, const MaskTile<kRows, kKeys>& tile, int warp_row,
+                                              float bias_unit) {
+  constexpr bool kMayOverflow = !std::is_same_v<Element, __half>;
   const int lane = lane_index();
   const uint32_t start = shared_address(tile.data) + (warp_row + lane % 16) * tile.pitch + lane / 16 * 16;
 #pragma unroll
@@ -178,10 +189,10 @@ __device__ __forceinline__ void add_bias_tile(Accumulator<kRowTiles, kKeys / 8>&
       load_matrices(pairs, start + 16 * i * tile.pitch + 32 * j);
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
-        float(&value)[4] = scores.value[i][2 * j + part / 2];
+        float (&value)[4] = scores.value[i][2 * j + part / 2];
         const float2 bias = unpack<Element>(pairs[part]);
-        value[part % 2 * 2] = add_bias(value[part % 2 * 2], bias.x);
-        value[part % 2 * 2 + 1] = add_bias(value[part % 2 * 2 + 1], bias.y);
+        value[part % 2 * 2] = add_bias<kMayOverflow>(value[part % 2 * 2], bias.x, bias_unit);
+        value[part % 2 * 2 + 1] = add_bias<kMayOverflow>(value[part % 2 * 2 + 1], bias.y, bias_unit);
       }
     }
   }
@@ -204,21 +215,23 @@ __device__ __forceinline__ void for_each_pair(Accumulator<kRowTiles, kKeys / 8>&
 
 template <int kRows, int kKeys, int kRowTiles>
 __device__ __forceinline__ void apply_mask_tile(Accumulator<kRowTiles, kKeys / 8>& scores, const MaskTile<kRows, kKeys>& tile,
-                                                MaskTileFormat format, int warp_row) {
-  if (format == MaskTileFormat::keep) {  // a select: the score of a key that is not kept may be NaN
+                                                const MaskTilePlan& plan, int warp_row) {
+  const float bias_unit = plan.bias_unit;
+  if (plan.format == MaskTileFormat::keep) {  // a select: the score of a key that is not kept may be NaN
     for_each_pair<1>(scores, tile, warp_row, [](float& first, float& second, const uint8_t* bytes) {
       const uint32_t keep = *reinterpret_cast<const uint16_t*>(bytes);
       if (!(keep & 0xffu)) first = -INFINITY;
       if (!(keep & 0xff00u)) second = -INFINITY;
     });
   }
-  if (format == MaskTileFormat::f16) add_bias_tile<__half>(scores, tile, warp_row);
-  if (format == MaskTileFormat::bf16) add_bias_tile<__nv_bfloat16>(scores, tile, warp_row);
-  if (format == MaskTileFormat::f32) {
-    for_each_pair<4>(scores, tile, warp_row, [](float& first, float& second, const uint8_t* bytes) {
+  if (plan.format == MaskTileFormat::f16) add_bias_tile<__half>(scores, tile, warp_row, bias_unit);
+  if (plan.format == MaskTileFormat::bf16) add_bias_tile<__nv_bfloat16>(scores, tile, warp_row, bias_unit);
+  if (plan.format == MaskTileFormat::f32) {  // -inf may stand for a key that is not kept
+    for_each_pair<4>(scores, tile, warp_row, [&](float& first, float& second, const uint8_t* bytes) {
       const float2 bias = *reinterpret_cast<const float2*>(bytes);
-      first = add_bias(first, bias.x);
-      second = add_bias(second, bias.y);
+      const float first_sum = add_bias<true>(first, bias.x, bias_unit), second_sum = add_bias<true>(second, bias.y, bias_unit);
+      first = bias.x == -INFINITY ? -INFINITY : first_sum;
+      second = bias.y == -INFINITY ? -INFINITY : second_sum;
     });
   }
 }

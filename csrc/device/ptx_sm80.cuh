@@ -9,9 +9,7 @@
 
 namespace onnx_attn::device {
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
 // Copies `bytes` (0 ... 16) of 16 and writes zeros for the rest; what is not copied is not read. Bypasses L1.
 __device__ __forceinline__ void copy_async_16(uint32_t target, const void* source, int bytes) {

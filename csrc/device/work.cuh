@@ -5,13 +5,14 @@
 
 namespace onnx_attn::device {
 
-// Row blocks of all (batch, head) pairs in the order in which thread blocks start. Heads are walked in bands small enough
-// that a band's keys and values stay in L2; inside a band the last row blocks come first, since under causality they are
-// the longest, and the heads of one row block, which share keys or a mask, are neighbours.
+// Row blocks of all (batch, head) pairs in the order in which thread blocks start. Heads are walked in bands; inside a band
+// the last row blocks come first, since under causality they are the longest, and the heads of one row block, which share
+// keys or a mask, are neighbours.
 struct WorkOrder {
   int64_t heads = 0;       // batch * q_heads
   int64_t row_blocks = 0;  // of one head
   int64_t band = 1;        // heads
+  int64_t group = 1;       // query heads of a K/V head
 };
 
 struct Work {
@@ -30,7 +31,7 @@ __device__ __forceinline__ Work find_work(const WorkOrder& order, const Problem&
   Work work;
   work.batch = static_cast<int>(head / q_heads);
   work.q_head = static_cast<int>(head % q_heads);
-  work.kv_head = static_cast<int>(head % q_heads / (q_heads / static_cast<uint32_t>(problem.kv_heads)));
+  work.kv_head = static_cast<int>(head % q_heads / static_cast<uint32_t>(order.group));
   work.first_row = static_cast<int>(row_blocks - 1 - in_band / band_heads) * rows_per_block;
   return work;
 }

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
 
   const int row = blockIdx.x;
   const int batch = row / static_cast<int>(job.problem.q_heads * job.problem.q_len);
-  const EntryKeys keys = entry_keys(job.problem, job.cut.chunk_keys, batch);
+  const EntryKeys keys = entry_keys(job.problem, job.cut.chunk_shift, batch);
   if (keys.chunks == 1) return;  // its only unit has stored the result
 
   const int lanes = combine_lanes(job.problem), groups = blockDim.x / lanes;

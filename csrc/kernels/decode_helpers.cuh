@@ -120,16 +120,20 @@ __device__ __forceinline__ void store_tile(const KeyRows<Element>& rows, const U
   }
 }
 
-// The writer: past rows become rows of `present` while they are in shared memory.
+// The writer: past rows become rows of `present` while they are in shared memory. The computing warps wait for it before they
+// use a unit's last stages for their results.
 template <class Element, int kHeadSize>
 __device__ __forceinline__ void write_tiles(const Job& job, const SharedMemory<kHeadSize>& shared) {
   using S = Stage<kHeadSize>;
   Control& control = *shared.control;
   const auto keys = KeyRows<Element>::keys(job.problem, true), values = KeyRows<Element>::values(job.problem, true);
   RingPlace place, slot;
-  for_each_unit(job, control.table, [&](const Unit& unit) {
+  for (;; slot.advance(kUnitSlots)) {
+    slot.wait_full(control.units);
+    if (!control.prepared[slot.index].exists) return;
+    const Unit unit = control.prepared[slot.index].unit;
     const NewRows new_rows(job.problem, unit.batch);
-    for (int key = first_tile<kHeadSize>(unit); key < unit.end; key += S::kKeys) {
+    for (int key = first_tile<kHeadSize>(unit); key < unit.end; key += S::kKeys, place.advance(job.stages)) {
       const uint8_t* stage = shared.ring + place.index * S::kBytes;
       place.wait_full(control.ring);
       if (unit.row_block == 0) {
@@ -137,11 +141,9 @@ __device__ __forceinline__ void write_tiles(const Job& job, const SharedMemory<k
         store_tile<Element, kHeadSize>(values, unit, new_rows, key, stage + S::kValues);
       }
       arrive_as_warp(control.ring.empty[place.index]);
-      place.advance(job.stages);
     }
     arrive_as_warp(control.written[slot.index]);
-    slot.advance(kUnitSlots);
-  });
+  }
 }
 
 }  // namespace onnx_attn::decode

@@ -86,7 +86,7 @@ Partition partition(const Problem& problem, const Tuning& tuning) {
   cut.key_groups = (is_wide ? 4 : 8) / cut.row_tiles;
   const int tile_blocks = tile_keys(compiled_head_size(problem)) / 16;
   cut.teams = cut.key_groups > tile_blocks ? cut.key_groups / tile_blocks : 1;
-  cut.chunk_keys = tuning.chunk_keys;
+  while ((1 << cut.chunk_shift) < tuning.chunk_keys) ++cut.chunk_shift;
   cut.chunks = static_cast<int>(problem.kv_len > 0 ? ceil_div(problem.kv_len, tuning.chunk_keys) : 1);
   return cut;
 }

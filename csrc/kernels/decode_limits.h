@@ -14,21 +14,21 @@ inline constexpr int kUnitSlots = 2;            // units whose queries are in sh
 inline constexpr int kControlBytes = 9 * 1024;  // of shared memory, beside the ring and the queries
 
 // The query rows of the heads that share a kv head are one axis of `rows` = group * q_len rows: row = head in group * q_len +
-// query. Blocks of up to row_tiles * 16 of them read the keys together. The keys are cut at multiples of chunk_keys. None of
+// query. Blocks of up to row_tiles * 16 of them read the keys together. The keys are cut at multiples of 2^chunk_shift. None of
 // this depends on the batch or on lengths, and so neither do the bits of a result.
 struct Partition {
   int rows = 0;
   int row_tiles = 1;  // 1, 2 or 4
   int row_blocks = 1;
-  int key_groups = 8;  // warps that share a row tile and divide the keys; row_tiles * key_groups is 4 or 8
-  int teams = 1;       // of warps, that take tiles in turn: a tile has 16 keys for each warp of a team, or more
-  int chunk_keys = 0;  // a power of two
-  int chunks = 1;      // of kv_len keys, at least 1
+  int key_groups = 8;   // warps that share a row tile and divide the keys; row_tiles * key_groups is 4 or 8
+  int teams = 1;        // of warps, that take tiles in turn: a tile has 16 keys for each warp of a team, or more
+  int chunk_shift = 0;  // chunks hold 2^chunk_shift keys
+  int chunks = 1;       // of kv_len keys, at least 1
 };
 
 struct Tuning {
-  int chunk_keys = 0;
-  int stages = 0;  // of the ring of key and value tiles in shared memory
+  int chunk_keys = 0;  // a power of two
+  int stages = 0;      // of the ring of key and value tiles in shared memory
   int blocks_per_sm = 0;
   bool bulk_copies = false;  // tiles come by the copy engine of compute capability 9.0
 };

@@ -10,7 +10,7 @@ namespace onnx_attn::decode {
 struct Role {
   int row_tile, key_group;
   int team;         // takes every teams-th tile
-  int team_groups;  // key groups of a team
+  int team_groups;  // key groups of a team, a power of two
   int threads;      // of all computing warps
 
   __device__ __forceinline__ explicit Role(const Partition& cut) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_unit_result(const Job& job, const Unit& un
 template <class Element, int kHeadSize>
 __device__ __forceinline__ void merge_and_store(const Job& job, const Unit& unit, const Role& role, const SharedMemory<kHeadSize>& shared,
                                                 RowTile<Element, kHeadSize>& rows, int held_stage) {
-  constexpr int kBatch = 4;  // groups whose results are read at once
+  constexpr int kBatch = 4;              // groups whose results are read at once
   constexpr int kQuads = kHeadSize / 4;  // of columns
   GroupResults(&results)[kMaxKeyGroups] = shared.control->results;
   // Blocks of 8 columns are XORed with the row, which spreads the rows that a warp writes at once over the banks.
@@ -80,7 +80,7 @@ __device__ __forceinline__ void merge_and_store(const Job& job, const Unit& unit
           const int group = first + i, stage = group < job.cut.key_groups ? results[group].stage : -1;
           stats[i] = stage >= 0 ? results[group].stats[row] : make_float2(-INFINITY, 0.0f);
           outputs[i] = make_float4(0, 0, 0, 0);
-          if (stage >= 0) outputs[i] = *reinterpret_cast<const float4*>(place(stage, group % role.team_groups, row, column));
+          if (stage >= 0) outputs[i] = *reinterpret_cast<const float4*>(place(stage, group & (role.team_groups - 1), row, column));
         }
         result.add(stats, outputs);
       }

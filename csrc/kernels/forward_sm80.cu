@@ -1,6 +1,5 @@
 // forward_sm80.cu: entry of the portable tensor-core forward kernel: what the kernel is told, and which head size runs.
 #include <algorithm>
-#include <cfloat>
 #include <cmath>
 
 #include "../launch.h"
@@ -16,6 +15,7 @@ using device::MaskTileFormat;
 using device::MaskTilePlan;
 
 constexpr double kLog2e = 1.4426950408889634;
+constexpr float kMinUnit = 1e-6f;
 constexpr int64_t kFar = int64_t{1} << 40;  // beyond every key; sums of a few do not overflow
 
 bool can_copy_rows(const TensorMask& mask, int element_bytes, const Problem& problem) {
@@ -30,15 +30,15 @@ MaskTileFormat format_of(const TensorMask& mask) {
   return mask.dtype == DType::f16 ? MaskTileFormat::f16 : mask.dtype == DType::bf16 ? MaskTileFormat::bf16 : MaskTileFormat::f32;
 }
 
-MaskTilePlan plan_mask_tile(const Problem& problem) {
+MaskTilePlan plan_mask_tile(const Problem& problem, float bias_unit) {
   const TensorMask& tensor = problem.mask.tensor;
   const Padding& padding = problem.mask.padding;
   MaskTilePlan plan;
+  plan.bias_unit = bias_unit;
   if (padding.kind != Padding::Kind::none) {
     plan.joined_padding = padding.kind == Padding::Kind::keep && padding.query_stride != 0 && problem.q_len > 1;
     plan.key_padding = !plan.joined_padding;
-    const float filter = padding.filter == -INFINITY ? -INFINITY : std::max(padding.filter, device::kLowestBias);
-    plan.key_padding_filter = static_cast<float>(filter * kLog2e);
+    plan.key_padding_filter = std::max(padding.filter * bias_unit, device::bias_floor(padding.filter));
   }
   plan.one_row = !plan.joined_padding && (tensor.query_stride == 0 || problem.q_len == 1);
   plan.format = plan.joined_padding ? MaskTileFormat::f32 : format_of(tensor);
@@ -55,20 +55,25 @@ ForwardParams make_params(const Problem& problem) {
   mask.left = std::min(mask.left, kFar);
   mask.right = std::min(mask.right, kFar);
   mask.offset = std::clamp(mask.offset, -kFar, kFar);
-  params.mask_tile = plan_mask_tile(problem);
-
-  const bool is_added_to = problem.mask.padding.kind != Padding::Kind::none || problem.mask.tensor.kind == TensorMask::Kind::bias;
-  const float scale = static_cast<float>(problem.scale * kLog2e);
+  // With a unit other than 1 the weights of a row share a rounding error of maximum * unit. It cancels in the quotient, but
+  // where a wide bias lowers a whole row to -1e9 or less it is of several binary orders, or out of range.
+  const TensorMask& tensor = problem.mask.tensor;
+  const bool has_wide_bias =
+      problem.mask.padding.kind != Padding::Kind::none || (tensor.kind == TensorMask::Kind::bias && tensor.dtype != DType::f16);
+  const float unit = static_cast<float>(problem.scale * kLog2e);
+  float bias_unit = static_cast<float>(kLog2e);
   if (problem.softcap != 0) {
-    params.form = ScoreForm::capped;
-    params.cap = static_cast<float>(problem.softcap * kLog2e);
-    params.cap_in = static_cast<float>(2 * kLog2e * problem.scale / problem.softcap);
-  } else if (is_added_to || !(scale >= FLT_MIN)) {  // a unit of 0 would make NaN of excluded scores
-    params.form = ScoreForm::scaled;
-    params.scale = scale;
+    params.transform.form = ScoreForm::capped;
+    params.transform.cap = static_cast<float>(problem.softcap * kLog2e);
+    params.transform.cap_in = static_cast<float>(2 * kLog2e * problem.scale / problem.softcap);
+  } else if (has_wide_bias || !(unit >= kMinUnit && unit <= 1)) {  // 0 included: it would make NaN of excluded scores
+    params.transform.form = ScoreForm::scaled;
+    params.transform.scale = unit;
   } else {
-    params.unit = scale;
+    params.unit = unit;
+    bias_unit = static_cast<float>(1 / problem.scale);
   }
+  params.mask_tile = plan_mask_tile(problem, bias_unit);
   return params;
 }
 

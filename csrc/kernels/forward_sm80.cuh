@@ -3,115 +3,16 @@
 //
 // A thread block owns a block of query rows of one head and walks the keys it can see from the last tile to the first. Each
 // warp owns whole rows, so the softmax needs no other warp. One K and one V buffer are enough: V of a tile arrives while
-// Q K^T is computed, the next K while the softmax and the product with V are. Two or three blocks share a multiprocessor;
-// one block's tensor work hides the other's exponentials.
+// Q K^T is computed, the next K while the softmax and the product with V are. Two blocks share a multiprocessor: the
+// tensor work of one hides the exponentials of the other.
 #pragma once
 
-#include <new>
 #include <type_traits>
 
 #include "../device/softmax.cuh"
-#include "forward_sm80_params.h"
+#include "forward_sm80_block.cuh"
 
 namespace onnx_attn::forward_sm80_kernel {
-
-using namespace device;
-
-// kRowTiles: 16-row tiles of a warp. Two of them halve the shared memory reads per product, but O takes
-// kRowTiles * kHeadSize / 2 registers, so head sizes above 128 have one.
-template <int kHeadSize_, int kRowTiles_, int kKeys_, bool kQueriesInRegisters_, int kBlocksPerMultiprocessor_>
-struct TileShape {
-  static constexpr int kHeadSize = kHeadSize_;
-  static constexpr int kRowTiles = kRowTiles_;
-  static constexpr int kKeys = kKeys_;
-  static constexpr bool kQueriesInRegisters = kQueriesInRegisters_;
-  static constexpr int kBlocksPerMultiprocessor = kBlocksPerMultiprocessor_;
-  static constexpr int kThreads = 128;
-  static constexpr int kWarpRows = 16 * kRowTiles;
-  static constexpr int kRows = kWarpRows * kThreads / 32;
-};
-
-template <class Element>
-__device__ __forceinline__ Element* head_rows(const Tensor4& tensor, int batch, int head) {
-  return static_cast<Element*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride;
-}
-
-template <class Element>
-struct Rows {  // of one head
-  const Element* first;
-  int64_t stride;
-  int chunks;  // of 8 elements
-};
-
-// What the threads of a block agree on. It lies in shared memory because registers are full during the main loop.
-template <class Element, class Shape>
-struct BlockPlan {
-  Work work;
-  RowPosition position;
-  TileRange tiles;
-  int key_end;  // one past the last key that any row can see
-  int end_row;
-  Rows<Element> k, v;
-
-  __device__ __forceinline__ explicit BlockPlan(const ForwardParams& params) {
-    const Problem& problem = params.problem;
-    work = find_work(params.order, problem, Shape::kRows);
-    end_row = static_cast<int>(min(int64_t{work.first_row} + Shape::kRows, problem.q_len));
-    position = row_position(problem.mask, work.batch, problem.q_len, problem.kv_len);
-    const KeyRange visible = visible_keys(problem.mask, position, work.first_row, end_row);
-    tiles = tile_range<Shape::kKeys>(problem.mask, position, visible, work.first_row, end_row);
-    key_end = static_cast<int>(visible.end);
-    k = {head_rows<const Element>(problem.k, work.batch, work.kv_head), problem.k.row_stride, static_cast<int>(problem.head_size / 8)};
-    v = {head_rows<const Element>(problem.v, work.batch, work.kv_head), problem.v.row_stride, static_cast<int>(problem.v_head_size / 8)};
-  }
-};
-
-template <class Element, class Shape>
-struct SharedMemory {
-  using QueryTile = SwizzledTile<Shape::kRows, Shape::kHeadSize>;  // holds the output rows at the end
-  using KeyTile = SwizzledTile<Shape::kKeys, Shape::kHeadSize>;
-
-  alignas(128) uint8_t queries[QueryTile::kBytes];
-  uint8_t keys[KeyTile::kBytes];
-  uint8_t values[KeyTile::kBytes];
-  alignas(16) float key_padding[Shape::kKeys];
-  alignas(16) BlockPlan<Element, Shape> plan;
-  // followed by the mask tile
-
-  __device__ __forceinline__ uint32_t warp_queries() {
-    return shared_address(queries) + threadIdx.x / 32 * Shape::kWarpRows * QueryTile::kPitch;
-  }
-};
-
-// The block's rows of Q; with a projection bias it is added, rounded once, and the copy is not asynchronous.
-template <class Element, class Shape>
-__device__ __forceinline__ void load_queries(SharedMemory<Element, Shape>& shared, const Problem& problem) {
-  using Tile = typename SharedMemory<Element, Shape>::QueryTile;
-  const Work& work = shared.plan.work;
-  const int rows = shared.plan.end_row - work.first_row, chunks = static_cast<int>(problem.head_size / 8);
-  const Element* q = head_rows<const Element>(problem.q, work.batch, work.q_head) + work.first_row * problem.q.row_stride;
-  if (!problem.q_bias) {
-    load_tile_async<Shape::kRows, Shape::kHeadSize, Shape::kThreads>(shared_address(shared.queries), q, problem.q.row_stride, rows, chunks);
-    copy_async_commit();
-    return;
-  }
-  const Element* bias = static_cast<const Element*>(problem.q_bias) + work.q_head * problem.head_size;
-#pragma unroll 1
-  for (int index = threadIdx.x; index < Shape::kRows * Tile::kChunks; index += Shape::kThreads) {
-    const int row = index / Tile::kChunks, chunk = index % Tile::kChunks;
-    uint4 sum = make_uint4(0, 0, 0, 0);
-    if (row < rows && chunk < chunks) {
-      const uint4 query = *reinterpret_cast<const uint4*>(q + row * problem.q.row_stride + chunk * 8);
-      const Element* b = bias + chunk * 8;
-      const auto add = [&](uint32_t pair, int at) {
-        const float2 x = unpack<Element>(pair);
-        return pack<Element>(x.x + convert<float>(b[at]), x.y + convert<float>(b[at + 1]));
-      };
-      sum = make_uint4(add(query.x, 0), add(query.y, 2), add(query.z, 4), add(query.w, 6));
-    }
-    *reinterpret_cast<uint4*>(shared.queries + Tile::offset(row, chunk)) = sum;
-  }
-}
 
 // A warp's Q operands: all of them, or (from shared memory) those of the k-step at hand.
 template <class Element, class Shape>
@@ -133,7 +34,8 @@ template <class Shape>
 using Output = Accumulator<Shape::kRowTiles, Shape::kHeadSize / 8>;
 
 template <class Element, class Shape>
-__device__ __forceinline__ void multiply_keys(Scores<Shape>& scores, Queries<Element, Shape>& queries, SharedMemory<Element, Shape>& shared) {
+__device__ __forceinline__ void multiply_keys(Scores<Shape>& scores, Queries<Element, Shape>& queries,
+                                              SharedMemory<Element, Shape>& shared) {
   using Shared = SharedMemory<Element, Shape>;
   const BlockReader<typename Shared::QueryTile, BlockOrder::rows_first> query_blocks(shared.warp_queries());
   const BlockReader<typename Shared::KeyTile, BlockOrder::columns_first> key_blocks(shared_address(shared.keys));
@@ -188,23 +90,22 @@ __device__ __forceinline__ void accumulate_values(Output<Shape>& output, Scores<
 }
 
 template <int kRowTiles, int kKeyTiles>
-__device__ __forceinline__ void transform_scores(Accumulator<kRowTiles, kKeyTiles>& scores, const ForwardParams& params) {
-  if (params.form == ScoreForm::scaled) {
-    scores.for_each([&](float& score, int, int) { score *= params.scale; });
-  } else if (params.form == ScoreForm::capped) {  // tanh.approx would be off by up to cap / 2000
-    const float cap = params.cap, cap_in = params.cap_in;
-    scores.for_each([&](float& score, int, int) {
-      score = fmaf(-2.0f * cap, reciprocal_fast(1.0f + exp2_fast(score * cap_in)), cap);
-    });
+__device__ __forceinline__ void transform_scores(Accumulator<kRowTiles, kKeyTiles>& scores, const ScoreTransform& transform) {
+  if (transform.form == ScoreForm::scaled) {
+    const float scale = transform.scale;
+    scores.for_each([&](float& score, int, int) { score *= scale; });
+  } else if (transform.form == ScoreForm::capped) {  // tanh.approx would be off by up to cap / 2000
+    const float cap = transform.cap, cap_in = transform.cap_in;
+    scores.for_each([&](float& score, int, int) { score = fmaf(-2.0f * cap, reciprocal_fast(1.0f + exp2_fast(score * cap_in)), cap); });
   }
 }
 
-// Divides by the sums, adds the projection bias of V (its weights sum to 1) and stores the warp's rows through `tile`.
+// Divides by the sums, adds the projection bias of V (its weights sum to 1) and stores the warp's rows by way of shared memory.
 template <class Element, class Shape, class Softmax>
 __device__ __forceinline__ void store_output(Output<Shape>& output, const Softmax& softmax, SharedMemory<Element, Shape>& shared,
                                              const Problem& problem, int warp_row) {
   using Tile = typename SharedMemory<Element, Shape>::QueryTile;
-  uint8_t* tile = shared.queries;
+  uint8_t* tile = shared.queries;  // every lane of the warp has read its share of Q
   const Work& work = shared.plan.work;
   const int columns = static_cast<int>(problem.v_head_size);
   float inverse_sum[2 * Shape::kRowTiles];
@@ -219,13 +120,14 @@ __device__ __forceinline__ void store_output(Output<Shape>& output, const Softma
     });
   }
 
-  __syncwarp();  // Q was here: every lane has read its share
+  __syncwarp();
 #pragma unroll
   for (int r = 0; r < 2 * Shape::kRowTiles; ++r) {
 #pragma unroll
     for (int j = 0; j < Shape::kHeadSize / 8; ++j) {
       const float* pair = &output.value[r / 2][j][r % 2 * 2];
-      *reinterpret_cast<uint32_t*>(tile + Tile::offset(warp_row + fragment_row(r), j) + fragment_column() * 2) = pack<Element>(pair[0], pair[1]);
+      *reinterpret_cast<uint32_t*>(tile + Tile::offset(warp_row + fragment_row(r), j) + fragment_column() * 2) =
+          pack<Element>(pair[0], pair[1]);
     }
   }
   __syncwarp();
@@ -240,7 +142,8 @@ __device__ __forceinline__ void store_output(Output<Shape>& output, const Softma
   }
 }
 
-// kMaskTile: there is a tensor mask or padding. The code for it costs registers that a plain kernel's tile needs.
+// kMaskTile: there is a tensor mask or padding. With the code for it in the loop, registers spill in the plain one, and the
+// largest plain tiles leave no shared memory for a mask.
 template <class Element, class Shape, bool kMaskTile>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocessor) forward(const __grid_constant__ ForwardParams params) {
   using Shared = SharedMemory<Element, Shape>;
@@ -248,10 +151,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const Problem& problem = params.problem;
 
-  const MaskTile<Shape::kRows, Shape::kKeys> mask_tile(shared_bytes + sizeof(Shared), params.mask_tile);
   const int warp_row = threadIdx.x / 32 * Shape::kWarpRows;
   const BlockPlan<Element, Shape>& plan = shared.plan;
-  if (threadIdx.x == 0) new (&shared.plan) BlockPlan<Element, Shape>(params);
+  if (threadIdx.x == 0) shared.plan.place(params);
+  if (threadIdx.x == 32) shared.plan.copy(params);  // another warp, so that the two run side by side
   __syncthreads();
 
   Output<Shape> output;
@@ -283,12 +186,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
       copy_async_wait<0>();
       __syncthreads();  // K is here, and every warp has left V and the mask of the tile before
       load_keys(shared.values, plan.v, tile);
+      const MaskTile<Shape::kRows, Shape::kKeys> mask_tile(shared_bytes + sizeof(Shared), plan.mask_tile);
       if constexpr (kMaskTile) {
         const Work& work = plan.work;
         const int first_key = tile * Shape::kKeys;
-        const MaskCorner corner{work.batch, work.q_head, work.first_row, first_key, plan.end_row - work.first_row, plan.key_end - first_key};
-        stage_mask_tile<Shape::kRows, Shape::kKeys, Shape::kThreads>(mask_tile, params.mask_tile, problem.mask, corner);
-        stage_key_padding<Shape::kKeys>(shared.key_padding, params.mask_tile, problem.mask.padding, work.batch, first_key);
+        const MaskCorner corner{
+            work.batch, work.q_head, work.first_row, first_key, plan.end_row - work.first_row, plan.key_end - first_key};
+        stage_mask_tile<Shape::kRows, Shape::kKeys, Shape::kThreads>(mask_tile, plan.mask_tile, plan.mask, corner);
+        stage_key_padding<Shape::kKeys>(shared.key_padding, plan.mask_tile, plan.mask.padding, work.batch, first_key);
         copy_async_commit();
       }
 
@@ -300,13 +205,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
       __syncthreads();  // V and the mask are here, and every warp has left K
       if (tile > plan.tiles.begin) load_keys(shared.keys, plan.k, tile - 1);
 
-      transform_scores(scores, params);
+      transform_scores(scores, plan.transform);
       if constexpr (kMaskTile) {
-        apply_mask_tile(scores, mask_tile, params.mask_tile.format, warp_row);
-        if (params.mask_tile.key_padding) add_key_padding(scores, shared.key_padding);
+        apply_mask_tile(scores, mask_tile, plan.mask_tile, warp_row);
+        if (plan.mask_tile.key_padding) add_key_padding(scores, shared.key_padding);
       }
       if (kAtEdge && !plan.tiles.is_whole(tile)) {
-        exclude_invisible(scores, problem.mask, plan.position, plan.key_end, plan.work.first_row + warp_row, tile * Shape::kKeys);
+        exclude_invisible(scores, plan.mask, plan.position, plan.key_end, plan.work.first_row + warp_row, tile * Shape::kKeys);
       }
 
       float correction[2 * Shape::kRowTiles];

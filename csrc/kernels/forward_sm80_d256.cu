@@ -3,8 +3,9 @@
 
 namespace onnx_attn::forward_sm80_kernel {
 
-using PlainShape = TileShape<256, 1, 32, true, 2>;
-using MaskShape = TileShape<256, 1, 32, true, 2>;
+// TODO
+using PlainShape = TileShape<256, 1, 32, true>;
+using MaskShape = TileShape<256, 1, 32, true>;
 
 template <class Element, int kHeadSize>
 cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {

@@ -3,8 +3,9 @@
 
 namespace onnx_attn::forward_sm80_kernel {
 
-using PlainShape = TileShape<64, 2, 64, false, 3>;
-using MaskShape = TileShape<64, 2, 64, false, 2>;
+// TODO
+using PlainShape = TileShape<64, 2, 128, false>;
+using MaskShape = TileShape<64, 2, 64, true>;
 
 template <class Element, int kHeadSize>
 cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {

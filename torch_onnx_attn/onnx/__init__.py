@@ -19,10 +19,11 @@ call                                   nodes                                    
 attention                              Attention                                                       23
 ... with nonpad_kv_seqlen              Attention                                                       24
 ... with a window                      Attention                                                       25
-mha                                    com.microsoft::MultiHeadAttention (and a Cast of int64, bool)   the exporter's own
+mha                                    com.microsoft::MultiHeadAttention                               the exporter's own
+... with an int64 or bool mask         the same, and a Cast to int32 (int64: after Greater)            the exporter's own
 tensor_scatter, tensor_scatter_        TensorScatter                                                   24
 attention_cached                       2 TensorScatter, 1 Add, 1 Attention                             24
-valid_kv_length                        7 to 9 small nodes                                              the exporter's own
+valid_kv_length                        6 to 8 small nodes                                              the exporter's own
 attention with lse                     none: refused, ONNX has no such output                          -
 =====================================  ==============================================================  ==================
 
@@ -31,8 +32,11 @@ Good to know:
 * A graph returns what `forward` returns and nothing else: the exporter drops the writes of in-place ops. Return the caches.
 * Attributes are float32 in ONNX, so `scale` and `softcap` of a float64 call are rounded to float32 in the file.
 * The file may say more than a runtime implements. ONNX Runtime 1.32 on the CPU has native kernels for Attention of opsets 23 and
-  24 in float32 and float16, runs opset 25 as an expanded function, has no bfloat16, and its native kernel takes masks of shapes
-  (q_len, kv_len), (1 or heads, q_len, kv_len) and (1 or batch, 1 or heads, q_len, kv_len) only: expand others before the call.
+  24 in float32 and float16, runs opset 25 as an expanded function, and has no bfloat16. The native kernels take masks of shapes
+  (q_len, kv_len), (1 or heads, q_len, kv_len) and (1 or batch, 1 or heads, q_len, kv_len) only: expand others, or use opset 25.
+* ONNX Runtime's MultiHeadAttention has no packed layouts and no bfloat16 on the CPU, and aligns `unidirectional` top-left there when
+  q_len and kv_len differ. Version 1.30 shares buffers only with a cache_indirection, and refuses the windows of Attention.
+* ONNX Runtime multiplies the keys past `nonpad_kv_seqlen` by zero instead of leaving them out: start its caches at zero, not at NaN.
 * onnx, onnxscript and onnx-ir are imported when a function of this package is called, not before.
 """
 

@@ -80,11 +80,20 @@ def calls(program: torch.export.ExportedProgram) -> Iterator[Call]:
             continue
         for node in module.graph.nodes:
             target = node.target
-            if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.startswith(_NAMESPACE):
+            if isinstance(target, torch._ops.HigherOrderOperator) and any(_is_ours(argument) for argument in node.args):
+                raise ExportError(
+                    f"{node.args[0]}: run_decompositions() has wrapped this in-place call, and the exporter cannot look inside. "
+                    "Export the module, or the program as torch.export.export returned it"
+                )
+            if not _is_ours(target):
                 continue
             names = [argument.name for argument in target._schema.arguments]
             op = target._schema.name.removeprefix(_NAMESPACE)
             yield Call(op, target._overloadname, dict(zip(names, node.args, strict=False)) | dict(node.kwargs))
+
+
+def _is_ours(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name.startswith(_NAMESPACE)
 
 
 def require_packages() -> None:
