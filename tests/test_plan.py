@@ -1,10 +1,14 @@
 """The planner, a pure function: what each call would run, here and on a GPU that is only described."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 import torch_onnx_attn
-from torch_onnx_attn import CPU, H200, Machine, explain
+from torch_onnx_attn import CPU, H200, Machine, explain, kernel
 
 attention = torch.ops.onnx_attn.attention
 
@@ -59,3 +63,72 @@ def test_an_illegal_call_raises_and_recording_ends():
 def test_a_function_without_a_call_has_no_plan():
     with pytest.raises(RuntimeError, match="no attention call"):
         explain(lambda: None)
+
+
+# ------------------------------------------------------------------------------------------------ choosing a kernel
+
+
+def test_a_forced_kernel_is_taken_and_the_others_say_why_not():
+    with kernel("general"):
+        plan = explain(attention.default, *qkv(), machine=H200)
+    assert plan.kernel == "general" and set(plan.refusals.values()) == {"another kernel is forced"}
+
+
+def test_a_forbidden_kernel_is_not_taken():
+    chosen = explain(attention.default, *qkv(), machine=H200).kernel
+    assert chosen != "general"
+    with kernel(forbid=(chosen,)):
+        plan = explain(attention.default, *qkv(), machine=H200)
+    assert plan.kernel != chosen and plan.refusals[chosen] == "it is forbidden"
+
+
+def test_choices_nest_and_end():
+    default = explain(attention.default, *qkv(), machine=H200).kernel
+    with kernel("general"):
+        with kernel(forbid=("general",)):
+            assert explain(attention.default, *qkv(), machine=H200).kernel == default
+        assert explain(attention.default, *qkv(), machine=H200).kernel == "general"
+    assert explain(attention.default, *qkv(), machine=H200).kernel == default
+
+
+def test_an_unknown_kernel_is_an_error_that_names_it():
+    with pytest.raises(RuntimeError, match="kernel: is 'fastest'"), kernel("fastest"):
+        pass
+
+
+def test_a_forced_kernel_that_cannot_run_says_why():
+    with kernel("decode"):
+        plan = explain(attention.default, *qkv(dtype=torch.float64), machine=H200)
+    assert "float16" in plan.refusals["decode"]
+
+
+def test_the_environment_chooses_for_the_process():
+    program = (
+        "import torch, torch_onnx_attn as t; Q = torch.randn(1, 2, 8, 64).half();"
+        "print(t.explain(torch.ops.onnx_attn.attention.default, Q, Q, Q, machine=t.H200).kernel)"
+    )
+
+    def run(value):
+        environment = {**os.environ, "TORCH_ONNX_ATTN_KERNEL": value}
+        return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+
+    assert run("general").stdout.strip() == "general"
+    assert run("-decode,-forward_sm80,-forward_sm90").stdout.strip() == "general"
+    refused = run("nonsense")
+    assert refused.returncode != 0 and "TORCH_ONNX_ATTN_KERNEL" in refused.stderr and "nonsense" in refused.stderr
+
+
+def test_the_log_shows_plans():
+    program = "import torch, torch_onnx_attn; Q = torch.randn(1, 2, 8, 64); torch.ops.onnx_attn.attention(Q, Q, Q)"
+    environment = {**os.environ, "TORCH_ONNX_ATTN_LOG": "1"}
+    logged = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert logged.returncode == 0 and '"kernel": "cpu"' in logged.stderr
+
+
+def test_a_projection_bias_is_stored_once_for_a_kernel_that_reads_tiles_and_not_for_the_general_one():
+    x, bias = torch.randn(2, 128, 256).half(), torch.randn(768).half()
+    plan = explain(torch.ops.onnx_attn.mha.default, x, x, x, bias, num_heads=4, machine=H200)
+    assert plan.separate_bias and plan.workspace_bytes >= 2 * x.numel() * x.element_size()
+    with kernel("general"):
+        plan = explain(torch.ops.onnx_attn.mha.default, x, x, x, bias, num_heads=4, machine=H200)
+    assert not plan.separate_bias and plan.workspace_bytes == 0

@@ -30,17 +30,31 @@ __host__ __device__ __forceinline__ float to_base_2(float bias) {
 
 // What turns a product into a score, made on the host: the device then reads it where it is needed, as it does the Problem.
 struct ScoreRule {
-  float unit = 0;    // multiplies the product: to base 2, or with a softcap to the exponent of e^2x in base 2
-  float cap = 0;     // base 2; 0 = none
-  float filter = 0;  // added to keys that the padding does not keep; base 2
+  float unit = 0;        // multiplies the product: to base 2, or with a softcap to the exponent of e^2x in base 2
+  float cap = 0;         // base 2; 0 = none
+  float filter = 0;      // added to keys that the padding does not keep; base 2
+  bool is_plain = true;  // no softcap, no tensor mask, no padding: one question instead of five for each block of keys
 
   explicit ScoreRule(const Problem& problem) {
     constexpr double kLog2e = 1.4426950408889634;
     unit = static_cast<float>(problem.softcap > 0 ? 2 * kLog2e * problem.scale / problem.softcap : kLog2e * problem.scale);
     cap = static_cast<float>(problem.softcap * kLog2e);
     filter = to_base_2(problem.mask.padding.filter);
+    is_plain =
+        !(problem.softcap > 0) && problem.mask.tensor.kind == TensorMask::Kind::none && problem.mask.padding.kind == Padding::Kind::none;
   }
 };
+
+__host__ __device__ constexpr int element_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::boolean: return 1;
+    case DType::f16:
+    case DType::bf16: return 2;
+    case DType::f32:
+    case DType::i32: return 4;
+    default: return 8;
+  }
+}
 
 // What the masks say of a query row of the unit at hand; in shared memory.
 struct RowMask {
@@ -91,7 +105,7 @@ class BlockMask {
   // Starts loading what the tensor mask says of the block of keys that starts at `key`.
   __device__ __forceinline__ void prefetch_tensor(int key) {
     const TensorMask& tensor = problem_.mask.tensor;
-    if (tensor.kind != TensorMask::Kind::none) {
+    if (!rule_.is_plain && tensor.kind != TensorMask::Kind::none) {
       switch (tensor.dtype) {
         case DType::boolean: load_tensor<uint8_t>(key); break;
         case DType::f32: load_tensor<uint32_t>(key); break;
@@ -103,7 +117,7 @@ class BlockMask {
   // Reads which keys of the block the padding keeps.
   __device__ __forceinline__ void read_padding(int key) {
     const Padding& padding = problem_.mask.padding;
-    if (padding.kind == Padding::Kind::none) return;
+    if (rule_.is_plain || padding.kind == Padding::Kind::none) return;
     kept_ = 0;
     for_each_score([&](int half, int e, int, int offset) {
       if (key + lane_key() + offset < kept_keys_) kept_ |= 1u << (4 * half + e);
@@ -121,6 +135,14 @@ class BlockMask {
   // never an addition: the product of a key past the length may be NaN.
   __device__ __forceinline__ void apply(Scores& scores, int key) const {
     for_each_score([&](int half, int e, int, int) { scores[half][e] *= rule_.unit; });
+    if (!rule_.is_plain) apply_cap_and_tensors(scores);
+    for_each_score([&](int half, int e, int row, int offset) {
+      if (!sees(row, key + lane_key() + offset)) scores[half][e] = -INFINITY;
+    });
+  }
+
+ private:
+  __device__ __forceinline__ void apply_cap_and_tensors(Scores& scores) const {
     if (rule_.cap > 0) {  // cap * tanh(x) = cap * (1 - 2 / (1 + e^2x)), to the last bits of a float near 1
       for_each_score([&](int half, int e, int, int) {
         scores[half][e] = rule_.cap - 2 * rule_.cap * device::reciprocal_fast(1 + device::exp2_fast(scores[half][e]));
@@ -145,12 +167,8 @@ class BlockMask {
         if (!(kept_ >> (4 * half + e) & 1)) scores[half][e] += rule_.filter;
       });
     }
-    for_each_score([&](int half, int e, int row, int offset) {
-      if (!sees(row, key + lane_key() + offset)) scores[half][e] = -INFINITY;
-    });
   }
 
- private:
   __device__ __forceinline__ bool sees(int row, int key) const {
     return static_cast<unsigned>(key - begin_[row]) < static_cast<unsigned>(count_[row]);
   }

@@ -48,19 +48,24 @@ struct Partials {
   float2* stats = nullptr;    // [rows, chunks]: max and sum
 };
 
-// Row `row` of [batch, q_heads, q_len], columns [column, column + 4). A row without a key is exactly zero.
+// Where the output of row `row` of [batch, q_heads, q_len] begins.
 template <class Element>
-__device__ __forceinline__ void store_result(const Problem& problem, int row, int column, Partial result) {
+__device__ __forceinline__ Element* output_row(const Problem& problem, int row) {
   const int q_len = static_cast<int>(problem.q_len), q_heads = static_cast<int>(problem.q_heads);
   const int query = row % q_len, head = row / q_len % q_heads, batch = row / q_len / q_heads;
-  const float sum = result.sum;
-  result.scale(sum == 0.0f ? 0.0f : 1.0f / sum);
-  Element* y = static_cast<Element*>(problem.y.data) + batch * problem.y.batch_stride + head * problem.y.head_stride +
-               query * problem.y.row_stride + column;
-  *reinterpret_cast<uint2*>(y) =
-      make_uint2(device::pack<Element>(result.output.x, result.output.y), device::pack<Element>(result.output.z, result.output.w));
+  return static_cast<Element*>(problem.y.data) + batch * problem.y.batch_stride + head * problem.y.head_stride +
+         query * problem.y.row_stride;
+}
+
+// Stores columns [column, column + 4) of a row. A row without a key is exactly zero.
+template <class Element>
+__device__ __forceinline__ void store_result(const Problem& problem, Element* y, int row, int column, const float4& output, float max,
+                                             float sum) {
+  const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+  *reinterpret_cast<uint2*>(y + column) =
+      make_uint2(device::pack<Element>(output.x * factor, output.y * factor), device::pack<Element>(output.z * factor, output.w * factor));
   constexpr float kLn2 = 0.6931471805599453f;
-  if (problem.lse && column == 0) problem.lse[row] = sum == 0.0f ? -INFINITY : (result.max + log2f(sum)) * kLn2;
+  if (problem.lse && column == 0) problem.lse[row] = sum == 0.0f ? -INFINITY : (max + log2f(sum)) * kLn2;
 }
 
 }  // namespace onnx_attn::decode

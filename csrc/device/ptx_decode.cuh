@@ -43,6 +43,8 @@ __device__ __forceinline__ void store_shared_16(uint32_t target, const uint4& va
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
 }
 
+__device__ __forceinline__ void prefetch_to_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 // Some warps of a block meet. 0 is __syncthreads.
 __device__ __forceinline__ void meet(int named_barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(named_barrier), "r"(threads) : "memory");

@@ -20,17 +20,20 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   __shared__ float4 group_outputs[kCombineThreads];
   __shared__ float2 group_stats[kCombineThreads];
   device::let_next_kernel_start();
-  device::wait_for_previous_kernel();  // before any exit: else the kernel after this one could overtake the decode kernel
-
-  const int row = blockIdx.x;
-  const int batch = row / static_cast<int>(job.problem.q_heads * job.problem.q_len);
-  const EntryKeys keys = entry_keys(job.problem, job.cut.chunk_shift, batch);
+  const Problem& problem = job.problem;
+  const int row = blockIdx.x, batch = row / static_cast<int>(problem.q_heads * problem.q_len);
+  const int lanes = combine_lanes(problem), groups = blockDim.x / lanes;
+  const int group = threadIdx.x / lanes, column = threadIdx.x % lanes * 4;
+  const int quads = static_cast<int>(problem.v_head_size) / 4;
+  const bool has_column = column < problem.v_head_size;
+  Element* y = output_row<Element>(problem, row);
+  // Before any exit: else the kernel after this one could overtake the decode kernel.
+  if (problem.mask.lengths.data) device::wait_for_previous_kernel();
+  const EntryKeys keys = entry_keys(problem, job.cut.chunk_shift, batch);
+  const int64_t first_result = int64_t{row} * job.cut.chunks + keys.first_chunk;
+  device::wait_for_previous_kernel();
   if (keys.chunks == 1) return;  // its only unit has stored the result
 
-  const int lanes = combine_lanes(job.problem), groups = blockDim.x / lanes;
-  const int group = threadIdx.x / lanes, column = threadIdx.x % lanes * 4;
-  const int quads = static_cast<int>(job.problem.v_head_size) / 4;
-  const bool has_column = column < job.problem.v_head_size;
   Partial result;
   for (int first = group; first < keys.chunks; first += groups * kCombineLoads) {
     float2 stats[kCombineLoads];
@@ -38,7 +41,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
 #pragma unroll
     for (int i = 0; i < kCombineLoads; ++i) {
       const int chunk = first + i * groups;
-      const int64_t index = int64_t{row} * job.cut.chunks + keys.first_chunk + chunk;
+      const int64_t index = first_result + chunk;
       const bool exists = chunk < keys.chunks && has_column;
       stats[i] = exists ? job.partials.stats[index] : make_float2(-INFINITY, 0.0f);
       outputs[i] = exists ? job.partials.outputs[index * quads + column / 4] : make_float4(0, 0, 0, 0);
@@ -54,7 +57,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
     const float4 outputs[1] = {group_outputs[other * lanes + threadIdx.x]};
     result.add(stats, outputs);
   }
-  store_result<Element>(job.problem, row, column, result);
+  store_result(problem, y, row, column, result.output, result.max, result.sum);
 }
 
 }  // namespace onnx_attn::decode

@@ -95,8 +95,7 @@ cudaError_t launch(const Problem& problem, const Tuning& tuning, const Device& d
   if (error != cudaSuccess) return error;
   const int64_t units = problem.batch * problem.kv_heads * job.cut.row_blocks * job.cut.chunks;
   const int64_t blocks = std::min<int64_t>(units, int64_t{device.sm_count} * tuning.blocks_per_sm);
-  const int helpers = job.copies_past ? kHelpers : kHelpers - 1;
-  const int threads = 32 * (job.cut.row_tiles * job.cut.key_groups + helpers);
+  const int threads = 32 * (job.cut.row_tiles * job.cut.key_groups + kHelpers);
   void* arguments[] = {&job, &maps};
   error = launch_kernel(kernel, blocks, threads, shared_bytes(problem, tuning), arguments, device, stream);
   if (error != cudaSuccess || job.cut.chunks == 1) return error;

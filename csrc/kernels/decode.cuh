@@ -77,6 +77,7 @@ __global__ void __launch_bounds__(32 * (max_computing_warps(kHeadSize) + kHelper
     const SharedMemory<kHeadSize> shared(job);
     Control& control = *shared.control;
     const int computing_warps = job.cut.row_tiles * job.cut.key_groups;
+    const LoaderShare share{warp_index() - computing_warps - (kHelpers - loaders(job.copies_past)), kInBulk ? 1 : loaders(job.copies_past)};
     device::let_next_kernel_start();
     if (threadIdx.x == 0) {
       if constexpr (kInBulk) {
@@ -84,21 +85,27 @@ __global__ void __launch_bounds__(32 * (max_computing_warps(kHeadSize) + kHelper
         device::prefetch_map(maps.values);
       }
       const int stage_readers = computing_warps / job.cut.teams + (job.copies_past ? 1 : 0);
-      for (int i = 0; i < job.stages; ++i) control.ring.init(i, full_arrivals(kInBulk), stage_readers);
+      for (int i = 0; i < job.stages; ++i) control.ring.init(i, full_arrivals(kInBulk, share.loaders), stage_readers);
       for (int i = 0; i < kUnitSlots; ++i) {
         control.units.init(i, 1, computing_warps);
         device::barrier_init(shared_address(&control.written[i]), 1);
       }
       device::publish_barriers_to_copies();
     }
-    device::wait_for_previous_kernel();  // nothing in global memory is read before
+    // Nothing in global memory may be touched before the kernel before this one has ended. Without lengths that is only when
+    // the first unit has been found.
+    if (job.problem.mask.lengths.data) device::wait_for_previous_kernel();
     if (is_counted(job.problem)) control.table.fill(job.problem, job.cut);
     __syncthreads();
     const int helper = warp_index() - computing_warps;
-    if (helper < 0) compute_units<Element, kHeadSize>(job, shared);
-    if (helper == static_cast<int>(Helper::loader)) load_tiles<Element, kHeadSize, kInBulk>(job, maps, shared);
-    if (helper == static_cast<int>(Helper::preparer)) prepare_units<Element, kHeadSize>(job, shared);
-    if (helper == static_cast<int>(Helper::writer) && job.copies_past) write_tiles<Element, kHeadSize>(job, shared);
+    if (helper < 0)
+      compute_units<Element, kHeadSize>(job, shared);
+    else if (helper == 0)
+      prepare_units<Element, kHeadSize>(job, shared);
+    else if (helper == 1 && job.copies_past)
+      write_tiles<Element, kHeadSize>(job, shared);
+    else if (share.loader < share.loaders)
+      load_tiles<Element, kHeadSize, kInBulk>(job, maps, shared, share);
   }
 }
 

@@ -5,37 +5,39 @@
 
 namespace onnx_attn::decode {
 
-// Arrivals at a stage's full barrier: one lane that has asked for bulk copies, or each lane's own copies.
-__host__ __device__ constexpr int full_arrivals(bool in_bulk) { return in_bulk ? 1 : 32; }
+// Arrivals at a stage's full barrier: one lane that has asked for bulk copies, or each lane of the loaders for its own copies.
+__host__ __device__ constexpr int full_arrivals(bool in_bulk, int loaders) { return in_bulk ? 1 : 32 * loaders; }
 
-// The loader: fills the ring, as far ahead as it goes.
+// The loaders fill the ring, as far ahead as it goes. In bulk there is one.
 template <class Element, int kHeadSize, bool kInBulk>
-__device__ __forceinline__ void load_tiles(const Job& job, const TensorMaps& maps, const SharedMemory<kHeadSize>& shared) {
+__device__ __forceinline__ void load_tiles(const Job& job, const TensorMaps& maps, const SharedMemory<kHeadSize>& shared,
+                                           const LoaderShare& share) {
   using S = Stage<kHeadSize>;
   Handover<kMaxStages>& ring = shared.control->ring;
   const auto keys = KeyRows<Element>::keys(job.problem, job.copies_past), values = KeyRows<Element>::values(job.problem, job.copies_past);
   RingPlace place;
   for_each_unit(job, shared.control->table, [&](const Unit& unit) {
+    device::wait_for_previous_kernel();
     const NewRows new_rows(job.problem, unit.batch);
-    for (int key = first_tile<kHeadSize>(unit); key < unit.end; key += S::kKeys) {
+    for (int key = first_tile<kHeadSize>(unit); key < unit.end; key += S::kKeys, place.advance(job.stages)) {
       const uint32_t stage = shared.stage(place.index);
       uint64_t& full = ring.full[place.index];
       place.wait_empty(ring);
       if (new_rows.meets(key, key + S::kKeys)) {
-        copy_rows<Element, kHeadSize, true>(keys, unit, new_rows, key, stage);
-        copy_rows<Element, kHeadSize, true>(values, unit, new_rows, key, stage + S::kValues);
+        copy_tile_with_new_rows<Element, kHeadSize>(keys, unit, new_rows, key, stage, share);
+        copy_tile_with_new_rows<Element, kHeadSize>(values, unit, new_rows, key, stage + S::kValues, share);
         device::copy_async_wait_all();
-        __syncwarp();
-        if (lane_index() < full_arrivals(kInBulk)) device::barrier_arrive(shared_address(&full));
+        if (kInBulk)
+          arrive_as_warp(full);
+        else
+          device::barrier_arrive(shared_address(&full));
       } else if constexpr (kInBulk) {
         if (lane_index() == 0) load_stage_in_bulk<kHeadSize>(maps, unit, key, stage, full);
+        __syncwarp();
       } else {
-        copy_rows<Element, kHeadSize, false>(keys, unit, new_rows, key, stage);
-        copy_rows<Element, kHeadSize, false>(values, unit, new_rows, key, stage + S::kValues);
+        copy_tile<Element, kHeadSize>(keys, values, unit, key, stage, share);
         device::barrier_arrive_after_copies(shared_address(&full));
       }
-      __syncwarp();
-      place.advance(job.stages);
     }
   });
 }
@@ -73,6 +75,32 @@ __device__ __forceinline__ void store_new_rows(const KeyRows<Element>& rows, con
   }
 }
 
+// Brings what a tensor says of the unit's keys to the L2 cache. Loads that queue behind the ring's take microseconds.
+__device__ __forceinline__ void prefetch_mask_row(const void* data, int64_t row, int64_t key_stride, int element_bytes, int begin,
+                                                  int end) {
+  constexpr int kSector = 32;
+  if (key_stride != 1) return;
+  const char* first = static_cast<const char*>(data) + (row + begin) * element_bytes;
+  const int bytes = (end - begin) * element_bytes;
+  for (int at = lane_index() * kSector; at < bytes; at += 32 * kSector) device::prefetch_to_l2(first + at);
+}
+
+__device__ __forceinline__ void prefetch_masks(const Mask& mask, const RowMask (&rows)[kMaxRowTiles * kTileRows], int row_count,
+                                               const Unit& unit) {
+  const TensorMask& tensor = mask.tensor;
+  const Padding& padding = mask.padding;
+  for (int row = 0; row < row_count; ++row) {
+    if (tensor.kind != TensorMask::Kind::none && (row == 0 || rows[row].tensor_row != rows[row - 1].tensor_row)) {
+      prefetch_mask_row(tensor.data, rows[row].tensor_row, tensor.key_stride, element_bytes(tensor.dtype), unit.begin,
+                        min(unit.end, static_cast<int>(min(tensor.columns, int64_t{unit.end}))));
+    }
+    if (padding.kind == Padding::Kind::keep && (row == 0 || rows[row].padding_row != rows[row - 1].padding_row)) {
+      prefetch_mask_row(padding.data, rows[row].padding_row, padding.key_stride, element_bytes(padding.dtype), unit.begin,
+                        static_cast<int>(min(padding.columns, int64_t{unit.end})));
+    }
+  }
+}
+
 // The preparer: queries and masks of the next unit, while the computing warps are busy with the one before; and appended rows,
 // which it stores once for each batch entry and kv head.
 template <class Element, int kHeadSize>
@@ -83,13 +111,15 @@ __device__ __forceinline__ void prepare_units(const Job& job, const SharedMemory
     PreparedUnit& prepared = control.prepared[place.index];
     const int rows = job.cut.row_tiles * kTileRows, first_row = unit.row_block * rows;
     place.wait_empty(control.units);
-    stage_queries<Element, kHeadSize>(job, unit, first_row, shared.staged_queries(place.index));
     for (int row = lane_index(); row < rows; row += 32) prepared.rows[row].set(job.problem, unit, first_row + row, job.cut.rows);
     if (lane_index() == 0) {
       prepared.exists = true;
       prepared.unit = unit;
     }
+    device::wait_for_previous_kernel();
+    stage_queries<Element, kHeadSize>(job, unit, first_row, shared.staged_queries(place.index));
     arrive_as_warp(control.units.full[place.index]);
+    prefetch_masks(job.problem.mask, prepared.rows, min(rows, job.cut.rows - first_row), unit);
     if (job.problem.append.active && unit.is_first) {
       const NewRows new_rows(job.problem, unit.batch);
       store_new_rows(KeyRows<Element>::keys(job.problem, job.copies_past), unit, new_rows);
@@ -106,17 +136,14 @@ __device__ __forceinline__ void prepare_units(const Job& job, const SharedMemory
 template <class Element, int kHeadSize>
 __device__ __forceinline__ void store_tile(const KeyRows<Element>& rows, const Unit& unit, const NewRows& new_rows, int key,
                                            const uint8_t* tile) {
-  using S = Stage<kHeadSize>;
-  constexpr int kPieces = kHeadSize / 8;
-  constexpr int kRowStep = 32 / kPieces;
-  const int piece = lane_index() % kPieces, first_row = lane_index() / kPieces;
-  Element* target = KeyRows<Element>::row(rows.target, unit, key + first_row) + piece * 8;
-  const int count = piece * 8 < rows.columns ? unit.end - key : 0;
+  const LanePiece<kHeadSize> lane;
+  Element* target = KeyRows<Element>::row(rows.target, unit, key + lane.row) + lane.piece * 8;
+  const int count = lane.piece * 8 < rows.columns ? unit.end - key - lane.row : 0;
 #pragma unroll 8
-  for (int row = first_row; row < S::kKeys; row += kRowStep) {
-    const uint4 elements = *reinterpret_cast<const uint4*>(tile + swizzled(row, piece, S::kPanelBytes));
-    if (row < count && !new_rows.holds(key + row)) *reinterpret_cast<uint4*>(target) = elements;
-    target += kRowStep * rows.target.row_stride;
+  for (int row = 0; row < Stage<kHeadSize>::kKeys; row += lane.kRowStep) {
+    const uint4 elements = *reinterpret_cast<const uint4*>(tile + lane.place(row));
+    if (row < count && !new_rows.holds(key + row + lane.row)) *reinterpret_cast<uint4*>(target) = elements;
+    target += lane.kRowStep * rows.target.row_stride;
   }
 }
 

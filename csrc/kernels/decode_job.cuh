@@ -8,6 +8,7 @@
 namespace onnx_attn::decode {
 
 inline constexpr int kMaxStages = 8;
+inline constexpr int kMaxComputingWarps = 8;
 
 struct Job {
   Problem problem;
@@ -19,10 +20,11 @@ struct Job {
 };
 
 // Warps of a block: first those that compute, eight of them, or four where a thread needs the registers of two (256 columns of
-// output); then one for each of these.
-enum class Helper { loader, preparer, writer };  // keys and values; queries and masks; past rows to `present`
-inline constexpr int kHelpers = 3;
+// output); then the helpers: one that prepares units, one that stores past rows where there are any, and the others load.
+// Twelve warps in all are as many as can have 168 registers a thread.
+inline constexpr int kHelpers = 4;
 __host__ __device__ constexpr int max_computing_warps(int head_size) { return head_size == 256 ? 4 : 8; }
+__host__ __device__ inline int loaders(bool copies_past) { return kHelpers - (copies_past ? 2 : 1); }
 
 // A unit as the preparer hands it to the computing warps.
 struct PreparedUnit {
@@ -31,17 +33,13 @@ struct PreparedUnit {
   RowMask rows[kMaxRowTiles * kTileRows];
 };
 
-// Where a warp's results for a row tile are while they are added up.
-struct GroupResults {
-  int stage;                // of the ring; -1: the warp had no keys
-  float2 stats[kTileRows];  // max and sum
-};
-
 struct Control {
   Handover<kMaxStages> ring;
   Handover<kUnitSlots> units;
-  uint64_t written[kUnitSlots];  // the writer is done with the unit's tiles
-  GroupResults results[kMaxKeyGroups];
+  uint64_t written[kUnitSlots];                 // the writer is done with the unit's tiles
+  float2 stats[kMaxComputingWarps][kTileRows];  // max and sum of a warp's rows
+  float2 totals[kMaxRowTiles * kTileRows];      // the same of all keys of the unit
+  int held_stage[kMaxComputingWarps];           // where a warp leaves its output; -1: it had no keys
   PreparedUnit prepared[kUnitSlots];
   UnitTable table;
 };

@@ -98,13 +98,16 @@ int64_t shared_bytes(const Problem& problem, const Tuning& tuning) {
   return kAlignment + int64_t{tuning.stages} * stage_bytes(head_size) + query_bytes + kControlBytes;
 }
 
-Tuning choose_tuning(const Problem& problem, const Device& device) {
-  Tuning tuning;
-  tuning.chunk_keys = choose_chunk_keys(problem);
+bool can_copy_in_bulk(const Problem& problem, const Device& device) {
   const Tensor4& k = copies_past(problem) ? problem.append.past_k : problem.k;
   const Tensor4& v = copies_past(problem) ? problem.append.past_v : problem.v;
   const int64_t rows = copies_past(problem) ? problem.append.past_len : problem.kv_len;
-  tuning.bulk_copies = device.capability >= 90 && fits_tensor_map(k, problem, rows) && fits_tensor_map(v, problem, rows);
+  return device.capability >= 90 && fits_tensor_map(k, problem, rows) && fits_tensor_map(v, problem, rows);
+}
+
+Tuning choose_tuning(const Problem& problem, const Device& device) {
+  Tuning tuning;
+  tuning.chunk_keys = choose_chunk_keys(problem);
   tuning.blocks_per_sm = 1;
   tuning.stages = kMaxStages;
   while (tuning.stages > 1 && shared_bytes(problem, tuning) > device.max_shared_memory) --tuning.stages;

@@ -39,6 +39,7 @@ int stage_bytes(int compiled_head_size);
 bool copies_past(const Problem& problem);  // the past rows are stored to `present` as they are read
 
 Partition partition(const Problem& problem, const Tuning& tuning);
+bool can_copy_in_bulk(const Problem& problem, const Device& device);
 Tuning choose_tuning(const Problem& problem, const Device& device);
 int64_t shared_bytes(const Problem& problem, const Tuning& tuning);
 int64_t workspace_bytes(const Problem& problem, const Tuning& tuning);

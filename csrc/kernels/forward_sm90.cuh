@@ -1,0 +1,44 @@
+// forward_sm90.cuh: attention forward for Hopper: a warpgroup that loads (forward_sm90_loader.cuh) and two or three that compute
+// (forward_sm90_consumer.cuh).
+//
+// Key tiles go from the last to the first through two rings in shared memory, so that the tiles at the ragged end and on the
+// diagonal, which need limits, come first. A thread block computes one block of query rows, or as many as it is dealt: then the
+// next one's first tiles arrive while this one's output leaves.
+#pragma once
+
+#include "forward_sm90_consumer.cuh"
+#include "forward_sm90_loader.cuh"
+
+namespace onnx_attn::forward_sm90_kernel {
+
+template <class Element, class Shape, ScoreWork kScoreWork>
+__global__ void __launch_bounds__(Shape::kThreads, 1) forward(const __grid_constant__ ForwardParams params) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  SharedMemory<Shape>& shared = *reinterpret_cast<SharedMemory<Shape>*>(shared_bytes);
+
+  if (threadIdx.x == 0) {
+    prefetch_map(params.maps.q);
+    prefetch_map(params.maps.k);
+    prefetch_map(params.maps.v);
+    prefetch_map(params.maps.y);
+    shared.query_ring.init(Shape::kWarpgroups);
+    shared.key_ring.init(Shape::kWarpgroups);
+    shared.value_ring.init(Shape::kWarpgroups);
+    shared.block_ring.init(Shape::kWarpgroups * 4 + 1);  // readers: the warps that compute, and the loader of Q
+    publish_barriers_to_copies();
+    publish_to_bulk_copies();
+  }
+  __syncthreads();
+
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0) - 1;  // the shuffle tells ptxas that it is uniform
+  if (warpgroup < 0) {
+    shrink_registers<Shape::kLoaderRegisters>();
+    if (threadIdx.x == 0) load_keys_and_values(shared, params);
+    if (threadIdx.x == 32) load_queries(shared, params);
+  } else {
+    grow_registers<Shape::kConsumerRegisters>();
+    consume<Element, Shape, kScoreWork>(shared, params, warpgroup);
+  }
+}
+
+}  // namespace onnx_attn::forward_sm90_kernel
