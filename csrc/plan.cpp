@@ -44,20 +44,28 @@ int64_t kernel_workspace(Kernel kernel, const Problem& problem, const Device& de
   return kernel == Kernel::decode ? cuda::decode_workspace_bytes(problem, device) : 0;
 }
 
+const char* preference_refusal(const Preference& preference, int kernel) {
+  if (preference.forced >= 0 && preference.forced != kernel) return "another kernel is forced";
+  return preference.forbidden >> kernel & 1 ? "it is forbidden" : nullptr;
+}
+
+// The first candidate that takes the problem as it is, or takes it once a projection bias of K and V is stored with their sums.
 void choose_cuda_kernel(Plan& plan, const Problem& problem, const Device& device, const Preference& preference) {
+  const bool has_unstored_bias = !problem.append.active && (problem.k_bias || problem.v_bias);
   for (const Kernel kernel : kCandidates) {
     const int number = static_cast<int>(kernel);
-    if (preference.forced >= 0 && preference.forced != number) {
-      plan.refusals[number] = "another kernel is forced";
-    } else if (preference.forbidden >> number & 1) {
-      plan.refusals[number] = "it is forbidden";
-    } else {
-      plan.refusals[number] = refusal(kernel, problem, device);
-    }
-    if (plan.refusals[number]) continue;
     plan.kernel = kernel;
-    return;
+    plan.refusals[number] = preference_refusal(preference, number);
+    if (plan.refusals[number]) continue;
+    plan.refusals[number] = refusal(kernel, after_separate_steps(problem, plan, nullptr), device);
+    if (!plan.refusals[number]) return;
+    if (!has_unstored_bias) continue;
+    plan.separate_bias = true;
+    plan.refusals[number] = refusal(kernel, after_separate_steps(problem, plan, nullptr), device);
+    if (!plan.refusals[number]) return;
+    plan.separate_bias = false;
   }
+  plan.kernel = Kernel::nothing;
   plan.error = preference.forced >= 0 ? plan.refusals[preference.forced] : "every kernel is forbidden";
 }
 
@@ -100,13 +108,7 @@ Plan make_plan(const Problem& problem, const Device& device, const Preference& p
     plan.kernel = Kernel::cpu;
     return plan;
   }
-  // The general kernel adds a projection bias to K and V as it reads them. The fast ones read tiles by asynchronous copies, so for
-  // them the sums are stored once, in the layout that they like best.
-  const bool has_unstored_bias = !problem.append.active && (problem.k_bias || problem.v_bias);
-  const bool general_wanted = preference.forced == static_cast<int>(Kernel::general);
-  plan.separate_bias = has_unstored_bias && !general_wanted;
-  choose_cuda_kernel(plan, after_separate_steps(problem, plan, nullptr), device, preference);
-  if (plan.kernel == Kernel::general) plan.separate_bias = false;
+  choose_cuda_kernel(plan, problem, device, preference);
   const Problem attended = after_separate_steps(problem, plan, nullptr);
   if (plan.separate_bias) plan.workspace_bytes = biased_bytes(problem);
   plan.workspace_bytes += kernel_workspace(plan.kernel, attended, device);

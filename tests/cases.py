@@ -8,10 +8,11 @@ that returns what the Case asks for, and compares every output with torch_onnx_a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -258,6 +259,17 @@ def make_padding_mask(source: Source, case: MhaCase) -> Tensor:
 # Calls
 
 
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """That many CPU threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def poison_memory(device: str | torch.device, outputs: Iterable[Tensor]) -> None:
     """Fill and free blocks as large as the outputs will be, so that the allocator hands NaN to whoever does not write."""
     blocks = []
@@ -446,7 +458,8 @@ def check_attention(case: Case, device: str | torch.device) -> dict[str, Tensor]
     inputs = make_inputs(case, device)
     before = {name: tensor.clone() for name, tensor in inputs.items()}
     poison_memory(device, inputs.values())
-    actual = call_attention(inputs, case.qk_matmul_output_mode, case.lse, **case.attributes())
+    with threads(2):
+        actual = call_attention(inputs, case.qk_matmul_output_mode, case.lse, **case.attributes())
     compare_attention(inputs, actual, case.qk_matmul_output_mode, **case.attributes())
     for name, tensor in inputs.items():
         assert_same_bits(name, tensor, before[name])
@@ -486,7 +499,8 @@ def check_mha(case: MhaCase, device: str | torch.device) -> dict[str, Tensor]:
     inputs = make_mha_inputs(case, device)
     before = {name: tensor.clone() for name, tensor in inputs.items()}
     poison_memory(device, inputs.values())
-    actual = call_mha(inputs, case.qk, **case.attributes())
+    with threads(2):
+        actual = call_mha(inputs, case.qk, **case.attributes())
     compare_mha(inputs, actual, **case.attributes())
     for name, tensor in inputs.items():
         assert_same_bits(name, tensor, before[name])

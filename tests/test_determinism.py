@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from cases import Case, MhaCase, assert_same_bits, call_attention, call_mha, make_inputs, make_mha_inputs
+from cases import Case, MhaCase, assert_same_bits, call_attention, call_mha, make_inputs, make_mha_inputs, threads
 from torch import Tensor
 
 CASES = [
@@ -52,16 +50,6 @@ def run(case: Case | MhaCase, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def inputs_of(case: Case | MhaCase, device: str) -> dict[str, Tensor]:
     return make_mha_inputs(case, device) if isinstance(case, MhaCase) else make_inputs(case, device)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("case", [*CASES, *MHA_CASES], ids=str)

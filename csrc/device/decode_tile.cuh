@@ -127,18 +127,25 @@ struct KeyRows {
 
 // The copy engine fetches whole boxes: rows past the end of the unit come along, whatever they hold. One lane calls it.
 template <int kHeadSize>
-__device__ __forceinline__ void load_stage_in_bulk(const TensorMaps& maps, const Unit& unit, int key, uint32_t stage, uint64_t& full) {
+__device__ __forceinline__ void load_stage_in_bulk(const TensorMaps& maps, const Unit& unit, int key, uint32_t stage, uint64_t& full,
+                                                   int box_rows) {
   using S = Stage<kHeadSize>;
   const uint32_t barrier = shared_address(&full);
+  const int rows = min(S::kKeys, (unit.end - key + box_rows - 1) / box_rows * box_rows);
   device::publish_to_bulk_copies();  // results of a unit, or new rows, may have been written there by ordinary stores
-  device::barrier_arrive_expecting(barrier, S::kBytes);
+  device::barrier_arrive_expecting(barrier, 2 * rows * S::kPanels * 128);
+  for (int row = 0; row < rows; row += box_rows) {
 #pragma unroll
-  for (int panel = 0; panel < S::kPanels; ++panel) {
-    device::bulk_load(stage + panel * S::kPanelBytes, maps.keys, panel * 64, key, unit.kv_head, unit.batch, barrier);
+    for (int panel = 0; panel < S::kPanels; ++panel) {
+      device::bulk_load(stage + panel * S::kPanelBytes + row * 128, maps.keys, panel * 64, key + row, unit.kv_head, unit.batch, barrier);
+    }
   }
+  for (int row = 0; row < rows; row += box_rows) {
 #pragma unroll
-  for (int panel = 0; panel < S::kPanels; ++panel) {
-    device::bulk_load(stage + S::kValues + panel * S::kPanelBytes, maps.values, panel * 64, key, unit.kv_head, unit.batch, barrier);
+    for (int panel = 0; panel < S::kPanels; ++panel) {
+      device::bulk_load(stage + S::kValues + panel * S::kPanelBytes + row * 128, maps.values, panel * 64, key + row, unit.kv_head,
+                        unit.batch, barrier);
+    }
   }
 }
 
@@ -161,11 +168,25 @@ struct LanePiece {
   }
 };
 
-// Starts copying this warp's share of the kKeys rows from `key` on. Rows past the end and columns past the head size become
+// A lane's piece of the rows of K or V of a unit.
+template <class Element>
+struct LaneSource {
+  const Element* row_0;
+  int64_t row_stride;
+  bool exists;  // the rows are as wide as that
+
+  template <int kHeadSize>
+  __device__ __forceinline__ LaneSource(const KeyRows<Element>& rows, const Unit& unit, const LanePiece<kHeadSize>& lane)
+      : row_0(KeyRows<Element>::row(rows.stored, unit, lane.row) + lane.piece * 8),
+        row_stride(rows.stored.row_stride),
+        exists(lane.piece * 8 < rows.columns) {}
+};
+
+// Starts copying this warp's share of the kKeys rows from `key` on. Rows at or past `end` and columns past the head size become
 // zeros without being read. In step the warps read each tile from one end to the other, which the copy engine does not when it
 // takes boxes of 64 columns: that costs 7 % of the bandwidth (H200, 2026-11).
 template <class Element, int kHeadSize>
-__device__ __forceinline__ void copy_tile(const KeyRows<Element>& keys, const KeyRows<Element>& values, const Unit& unit, int key,
+__device__ __forceinline__ void copy_tile(const LaneSource<Element>& keys, const LaneSource<Element>& values, int key, int end,
                                           uint32_t stage, const LoaderShare& share) {
   using S = Stage<kHeadSize>;
   constexpr int kGroups = S::kKeys / 8;  // of rows, in K and in V
@@ -173,12 +194,11 @@ __device__ __forceinline__ void copy_tile(const KeyRows<Element>& keys, const Ke
 #pragma unroll 1
   for (int item = share.loader; item < 2 * kGroups; item += share.loaders) {
     const bool is_value = item >= kGroups;
-    const KeyRows<Element>& rows = is_value ? values : keys;
-    const int group = is_value ? item - kGroups : item;
-    const int64_t row_stride = rows.stored.row_stride;
-    const Element* source = KeyRows<Element>::row(rows.stored, unit, key + group * 8 + lane.row) + lane.piece * 8;
-    const uint32_t target = stage + (is_value ? S::kValues : 0) + group * 8 * 128;
-    const int count = lane.piece * 8 < rows.columns ? unit.end - key - group * 8 - lane.row : 0;
+    const int first = (is_value ? item - kGroups : item) * 8;
+    const int64_t row_stride = is_value ? values.row_stride : keys.row_stride;
+    const Element* source = (is_value ? values.row_0 : keys.row_0) + (key + first) * row_stride;
+    const uint32_t target = stage + (is_value ? S::kValues : 0) + first * 128;
+    const int count = (is_value ? values.exists : keys.exists) ? end - key - first - lane.row : 0;
 #pragma unroll
     for (int row = 0; row < 8; row += lane.kRowStep) {
       device::copy_async_16(target + lane.place(row), source, row < count ? 16 : 0);

@@ -61,11 +61,12 @@ struct SwizzledTile {
   __device__ static __forceinline__ uint32_t offset(int row, int chunk) { return row * kPitch + ((chunk ^ key(row)) << 4); }
 };
 
-// Addresses that a lane gives to ldmatrix to read 16x16 blocks of a SwizzledTile. Key order, for a right operand whose
-// rows are the n index (K): matrices are (rows 0-7, low columns), (rows 0-7, high), (rows 8-15, low), (rows 8-15, high).
-// Row order, for a left operand (Q) and a transposed right one (V): (rows 0-7, low), (rows 8-15, low), (rows 0-7, high), ...
+// The order in which ldmatrix fetches the four matrices of a 16x16 block. rows_first: (rows 0-7, low columns), (8-15, low),
+// (0-7, high), (8-15, high), for a left operand (Q) and a transposed right one (V). columns_first: (0-7, low), (0-7, high),
+// (8-15, low), (8-15, high), for a right operand whose rows are the n index (K).
 enum class BlockOrder { rows_first, columns_first };
 
+// Addresses that a lane gives to ldmatrix to read 16x16 blocks of a SwizzledTile.
 template <class Tile, BlockOrder kOrder>
 struct BlockReader {
   uint32_t row_start;

@@ -15,6 +15,25 @@ namespace onnx_attn::device {
 #define ONNX_ATTN_TILES_8(j) ONNX_ATTN_TILES_4(j), ONNX_ATTN_TILES_4(j + 4)
 #define ONNX_ATTN_TILES_16(j) ONNX_ATTN_TILES_8(j), ONNX_ATTN_TILES_8(j + 8)
 
+// d = a * b, or d += a * b to go on; a (Q) and b (K) in shared memory, 48 columns.
+template <class Element>
+__device__ __forceinline__ void multiply_keys(float (&d)[6][4], uint64_t a, uint64_t b, bool go_on) {
+  if constexpr (std::is_same_v<Element, __half>)
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %26, 0; wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
+        "}, %24, %25, p, 1, 1, 0, 0; }"
+        : ONNX_ATTN_TILES_4(0), ONNX_ATTN_TILES_2(4)
+        : "l"(a), "l"(b), "r"(static_cast<int>(go_on)));
+  else
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %26, 0; wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
+        "}, %24, %25, p, 1, 1, 0, 0; }"
+        : ONNX_ATTN_TILES_4(0), ONNX_ATTN_TILES_2(4)
+        : "l"(a), "l"(b), "r"(static_cast<int>(go_on)));
+}
+
 // d = a * b, or d += a * b to go on; a (Q) and b (K) in shared memory, 64 columns.
 template <class Element>
 __device__ __forceinline__ void multiply_keys(float (&d)[8][4], uint64_t a, uint64_t b, bool go_on) {

@@ -14,7 +14,7 @@ namespace onnx_attn::decode {
 namespace {
 
 // The map of a K or V tensor: axes column, row, head, batch; boxes of one panel of one tile.
-bool make_tensor_map(const Problem& problem, const Tensor4& tensor, int64_t rows, int64_t columns, CUtensorMap* map) {
+bool make_tensor_map(const Problem& problem, const Tensor4& tensor, int64_t rows, int64_t columns, int box_rows, CUtensorMap* map) {
   static const auto encode = [] {  // from the driver, without linking it
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -30,7 +30,7 @@ bool make_tensor_map(const Problem& problem, const Tensor4& tensor, int64_t rows
                                static_cast<cuuint64_t>(problem.batch)};
   const cuuint64_t strides[3] = {bytes(tensor.row_stride, rows), bytes(tensor.head_stride, problem.kv_heads),
                                  bytes(tensor.batch_stride, problem.batch)};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(tile_keys(compiled_head_size(problem))), 1, 1};
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   const auto type = problem.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   return encode(map, type, 4, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
@@ -78,7 +78,7 @@ cudaError_t launch_kernel(const void* kernel, int64_t blocks, int threads, int64
 }  // namespace
 
 cudaError_t launch(const Problem& problem, const Tuning& tuning, const Device& device, void* workspace, cudaStream_t stream) {
-  Job job{problem, ScoreRule(problem), partition(problem, tuning), tuning.stages, copies_past(problem), {}};
+  Job job{problem, ScoreRule(problem), partition(problem, tuning), tuning.stages, copies_past(problem), tuning.box_rows, {}};
   const int64_t rows = problem.batch * problem.q_heads * problem.q_len;
   job.partials.outputs = static_cast<float4*>(workspace);
   job.partials.stats = reinterpret_cast<float2*>(job.partials.outputs + rows * job.cut.chunks * (problem.v_head_size / 4));
@@ -87,8 +87,9 @@ cudaError_t launch(const Problem& problem, const Tuning& tuning, const Device& d
   const Tensor4& stored_k = job.copies_past ? problem.append.past_k : problem.k;
   const Tensor4& stored_v = job.copies_past ? problem.append.past_v : problem.v;
   const int64_t stored_rows = job.copies_past ? problem.append.past_len : problem.kv_len;
-  const bool bulk_copies = tuning.bulk_copies && make_tensor_map(problem, stored_k, stored_rows, problem.head_size, &maps.keys) &&
-                           make_tensor_map(problem, stored_v, stored_rows, problem.v_head_size, &maps.values);
+  const bool bulk_copies = tuning.bulk_copies &&
+                           make_tensor_map(problem, stored_k, stored_rows, problem.head_size, tuning.box_rows, &maps.keys) &&
+                           make_tensor_map(problem, stored_v, stored_rows, problem.v_head_size, tuning.box_rows, &maps.values);
 
   const void* kernel = find_kernel(problem, bulk_copies);
   cudaError_t error = allow_shared_memory(kernel, device);

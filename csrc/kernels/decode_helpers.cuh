@@ -15,10 +15,12 @@ __device__ __forceinline__ void load_tiles(const Job& job, const TensorMaps& map
   using S = Stage<kHeadSize>;
   Handover<kMaxStages>& ring = shared.control->ring;
   const auto keys = KeyRows<Element>::keys(job.problem, job.copies_past), values = KeyRows<Element>::values(job.problem, job.copies_past);
+  const LanePiece<kHeadSize> lane;
   RingPlace place;
   for_each_unit(job, shared.control->table, [&](const Unit& unit) {
     device::wait_for_previous_kernel();
     const NewRows new_rows(job.problem, unit.batch);
+    const LaneSource<Element> key_source(keys, unit, lane), value_source(values, unit, lane);
     for (int key = first_tile<kHeadSize>(unit); key < unit.end; key += S::kKeys, place.advance(job.stages)) {
       const uint32_t stage = shared.stage(place.index);
       uint64_t& full = ring.full[place.index];
@@ -32,10 +34,10 @@ __device__ __forceinline__ void load_tiles(const Job& job, const TensorMaps& map
         else
           device::barrier_arrive(shared_address(&full));
       } else if constexpr (kInBulk) {
-        if (lane_index() == 0) load_stage_in_bulk<kHeadSize>(maps, unit, key, stage, full);
+        if (lane_index() == 0) load_stage_in_bulk<kHeadSize>(maps, unit, key, stage, full, job.box_rows);
         __syncwarp();
       } else {
-        copy_tile<Element, kHeadSize>(keys, values, unit, key, stage, share);
+        copy_tile<Element, kHeadSize>(key_source, value_source, key, unit.end, stage, share);
         device::barrier_arrive_after_copies(shared_address(&full));
       }
     }

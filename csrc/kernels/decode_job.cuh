@@ -16,6 +16,7 @@ struct Job {
   Partition cut;
   int stages = 0;
   bool copies_past = false;
+  int box_rows = 64;
   Partials partials;
 };
 

@@ -30,6 +30,7 @@ struct Tuning {
   int chunk_keys = 0;  // a power of two
   int stages = 0;      // of the ring of key and value tiles in shared memory
   int blocks_per_sm = 0;
+  int box_rows = 64;
   bool bulk_copies = false;  // tiles come by the copy engine of compute capability 9.0
 };
 

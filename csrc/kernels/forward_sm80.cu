@@ -83,7 +83,7 @@ struct Launcher {
   cudaError_t (*launch)(const ForwardParams&, cudaStream_t);
 };
 
-// Both head sizes are rounded up to the first that is large enough. The tables are sorted by size.
+// Both head sizes are rounded up to the first that is large enough. Sorted by size.
 constexpr Launcher kLaunchers[] = {
     {64, DType::f16, launch<__half, 64>},   {64, DType::bf16, launch<__nv_bfloat16, 64>},
     {96, DType::f16, launch<__half, 96>},   {96, DType::bf16, launch<__nv_bfloat16, 96>},

@@ -159,8 +159,9 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
     };
     // Scores become weights.
     const auto weigh = [&](Scores<Shape>& scores, int tile, auto at_edge) __attribute__((always_inline)) {
-      mask.apply(scores, tile * Shape::kKeys, at_edge);
-      if constexpr (decltype(at_edge)::value) limits.template exclude_others<Shape>(scores, tile * Shape::kKeys);
+      const int first_key = tile * Shape::kKeys;
+      mask.apply(scores, limits, first_key, tile > own.begin, at_edge);
+      if constexpr (decltype(at_edge)::value) limits.replace_others<Shape>(scores, first_key, -INFINITY);
       must_correct = softmax.advance(scores, unit, correction);
       const float reference[2] = {softmax.reference(0, unit), softmax.reference(1, unit)};
       scores.for_each([&](float& score, int row, int) { score = softmax.weight(score, row, unit, reference[row]); });
@@ -173,7 +174,6 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
       if constexpr (kCorrectEarly) correct_output();
       shared.value_ring.wait_full(used - 1);
       start_output<Element, Shape>(output, weights, values(used - 1));
-      mask.prefetch(tile * Shape::kKeys, at_edge);
       products_wait<1>();
       if (is_leader) shared.key_ring.release(used);
       weigh(scores, tile, at_edge);
@@ -195,7 +195,7 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
         Scores<Shape> scores;
         shared.key_ring.wait_full(used);
         start_scores<Element, Shape>(scores, queries, keys(used));
-        mask.prefetch(tile * Shape::kKeys, std::true_type());
+        mask.read_first(tile * Shape::kKeys);
         products_wait<0>();
         if (is_leader) shared.key_ring.release(used);
         weigh(scores, tile, std::true_type());
@@ -212,11 +212,13 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
       }
       release_previous_queries();
 #pragma unroll 1
-      for (; tile >= own.whole_end; --tile) visit(tile, std::true_type());  // the ragged end and the diagonal
+      for (int edge = 0; edge < 2; ++edge) {  // the ragged end and the diagonal, the interior; and then the left edge of a window
+        const int edge_begin = edge == 0 ? own.whole_end : own.begin;
 #pragma unroll 1
-      for (; tile >= own.whole_begin; --tile) visit(tile, std::false_type());
+        for (; tile >= edge_begin; --tile) visit(tile, std::true_type());
 #pragma unroll 1
-      for (; tile >= own.begin; --tile) visit(tile, std::true_type());  // the left edge of a window
+        for (; tile >= own.whole_begin; --tile) visit(tile, std::false_type());
+      }
       if constexpr (kCorrectEarly) correct_output();
       shared.value_ring.wait_full(used - 1);
       start_output<Element, Shape>(output, weights, values(used - 1));

@@ -1,9 +1,43 @@
 // forward_sm90_limits.cpp: which problems the Hopper forward kernel can run, and why not the others.
-#include <cmath>
+#include "forward_sm90_limits.h"
+
+#include <algorithm>
 #include <cstdint>
 
 #include "../launch.h"
-#include "forward_sm90_limits.h"
+
+namespace onnx_attn::forward_sm90_kernel {
+
+Tuning choose_tuning(const Problem& problem, int sm_count) {
+  Tuning tuning;
+  const int64_t heads = problem.batch * problem.q_heads, group = problem.q_heads / problem.kv_heads;
+  const int64_t size = std::max(problem.head_size, problem.v_head_size);
+  const bool is_causal = problem.mask.right >= 0;
+
+  // Under causality the blocks of a band differ in length, and many heads side by side even them out, as long as their keys and
+  // values stay in the L2 cache; without it all blocks are alike and the heads that run at a time should share theirs.
+  constexpr int64_t kCacheBytes = int64_t{48} << 20;
+  const int64_t head_bytes = problem.kv_len * (problem.head_size + problem.v_head_size) * 2;
+  int64_t kv_heads = 1;
+  while (is_causal && 2 * kv_heads * head_bytes <= kCacheBytes) kv_heads *= 2;
+  tuning.band = std::min(heads, kv_heads * group);
+
+  int64_t visible = is_causal ? problem.kv_len / 2 : problem.kv_len;  // keys of an average row, about
+  if (problem.mask.left >= 0) visible = std::min(visible, problem.mask.left + 1);
+  if (size <= 64) {
+    const auto padded = [&](int64_t rows) { return (problem.q_len + rows - 1) / rows * rows; };
+    tuning.large_tile = padded(192) * 4 <= padded(128) * 5;
+    tuning.dealing = Dealing::drawn;
+  } else if (size <= 128) {
+    tuning.large_tile = visible >= 4096;
+    tuning.dealing = tuning.large_tile ? Dealing::one_each : Dealing::drawn;
+  }
+  const int64_t blocks = heads * ((problem.q_len + 127) / 128);
+  if (blocks <= sm_count) tuning.dealing = Dealing::one_each;
+  return tuning;
+}
+
+}  // namespace onnx_attn::forward_sm90_kernel
 
 namespace onnx_attn::cuda {
 
@@ -29,8 +63,14 @@ const char* mask_refusal(const Problem& problem) {
   if (mask.kind == TensorMask::Kind::bias && mask.dtype != problem.dtype && mask.dtype != DType::f32) {
     return "the bias has neither Q's type nor float32";
   }
+  if (mask.kind != TensorMask::Kind::none && mask.columns > 1 && mask.key_stride != 1)
+    return "neighbours in the mask are not neighbours in memory";
   const Padding& padding = problem.mask.padding;
   if (padding.kind == Padding::Kind::keep && padding.query_stride != 0) return "the key padding mask has a query axis";
+  if (padding.kind == Padding::Kind::keep && padding.dtype == DType::i64) return "the key padding mask has 64-bit elements";
+  if (padding.kind == Padding::Kind::keep && padding.columns > 1 && padding.key_stride != 1) {
+    return "neighbours in the key padding mask are not neighbours in memory";
+  }
   return nullptr;
 }
 
@@ -62,7 +102,8 @@ const char* forward_sm90_refusal(const Problem& problem) {
 
 // Of the counter from which thread blocks draw their work.
 int64_t forward_sm90_workspace_bytes(const Problem& problem, const Device& device) {
-  return forward_sm90_kernel::draws_blocks(problem, device.sm_count) ? sizeof(int) : 0;
+  using namespace forward_sm90_kernel;
+  return choose_tuning(problem, device.sm_count).dealing == Dealing::drawn ? sizeof(int) : 0;
 }
 
 }  // namespace onnx_attn::cuda

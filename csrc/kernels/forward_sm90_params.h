@@ -6,6 +6,7 @@
 
 #include "../device/work.cuh"
 #include "../problem.h"
+#include "forward_sm90_limits.h"
 
 namespace onnx_attn::forward_sm90_kernel {
 
@@ -15,9 +16,9 @@ enum class ScoreForm : int8_t { raw, capped, scaled };
 
 struct ScoreTransform {
   ScoreForm form = ScoreForm::raw;
-  float unit = 1;    // > 0
-  float scale = 1;   // scaled: score *= scale
-  float cap_in = 0;  // capped: score = cap - 2 * cap / (1 + 2^(score * cap_in)), which is cap * tanh(score * cap_in * ln(2) / 2)
+  float unit = 1;   // > 0
+  float scale = 1;  // scaled: score *= scale
+  float slope = 0;  // capped: score = cap * tanh(score * slope)
   float cap = 0;
 };
 
@@ -25,7 +26,7 @@ struct ScoreTransform {
 enum class MaskAccess : int8_t {
   none,
   pairs,     // two neighbouring keys at a time, while the product with V runs
-  elements,  // any strides
+  elements,  // one at a time
 };
 
 struct TensorMaps {  // axes column, row, head, batch; boxes of 64 columns
@@ -42,7 +43,20 @@ struct ForwardParams {
   int* next_block = nullptr;  // how many blocks beyond the first of each thread block were drawn; null: they are dealt in turn
 };
 
+// Where a launch happens and how; `counter` is device memory for drawn dealing.
+struct LaunchSite {
+  Tuning tuning;
+  int sm_count = 0;
+  int* counter = nullptr;
+  cudaStream_t stream = nullptr;
+};
+
 template <class Element, int kHeadSize, int kValueSize>
-cudaError_t launch(const ForwardParams& params, int sm_count, cudaStream_t stream);
+cudaError_t launch(const ForwardParams& params, const LaunchSite& site);
+
+// False where a tensor has strides that forward_sm90_refusal would have refused.
+bool make_tensor_maps(TensorMaps& maps, const Problem& problem, int block_rows, int tile_keys);
+
+cudaError_t launch_any(const Problem& problem, const LaunchSite& site);  // by head size
 
 }  // namespace onnx_attn::forward_sm90_kernel

@@ -1,0 +1,57 @@
+// forward_sm90_launch.cuh: maps, grid and shared memory of the Hopper forward kernel, and the choice by what a call does to scores.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+
+#include "forward_sm90.cuh"
+
+namespace onnx_attn::forward_sm90_kernel {
+
+// More than 48 KB of shared memory has to be asked for, once for each kernel and device. `prepared`: a bit for each of the
+// first 64 devices.
+inline cudaError_t allow_shared_memory(const void* kernel, int bytes, std::atomic<uint64_t>& prepared) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (prepared.load(std::memory_order_relaxed) & bit) return cudaSuccess;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) prepared.fetch_or(bit, std::memory_order_relaxed);
+  return error;
+}
+
+template <class Element, class Shape, ScoreWork kScoreWork>
+cudaError_t launch_shape(ForwardParams params, const LaunchSite& site) {
+  static_assert(sizeof(SharedMemory<Shape>) <= kMaxSharedBytes);
+  const Problem& problem = params.problem;
+  params.order.heads = problem.batch * problem.q_heads;
+  params.order.row_blocks = (problem.q_len + Shape::kRows - 1) / Shape::kRows;
+  params.order.group = problem.q_heads / problem.kv_heads;
+  params.order.band = site.tuning.band;
+  params.blocks = static_cast<int>(params.order.heads * params.order.row_blocks);
+  if (!make_tensor_maps(params.maps, problem, Shape::kRows, Shape::kKeys)) return cudaErrorInvalidValue;
+
+  static std::atomic<uint64_t> prepared{0};
+  const auto kernel = forward<Element, Shape, kScoreWork>;
+  cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), sizeof(SharedMemory<Shape>), prepared);
+  if (error != cudaSuccess) return error;
+  const int grid = site.tuning.dealing == Dealing::one_each ? params.blocks : std::min(params.blocks, site.sm_count);
+  if (site.tuning.dealing == Dealing::drawn && grid < params.blocks) {
+    params.next_block = site.counter;
+    error = cudaMemsetAsync(site.counter, 0, sizeof(int), site.stream);
+    if (error != cudaSuccess) return error;
+  }
+  kernel<<<grid, Shape::kThreads, sizeof(SharedMemory<Shape>), site.stream>>>(params);
+  return cudaGetLastError();
+}
+
+template <class Element, class PlainShape, class CapShape, class MaskShape>
+cudaError_t launch_by_work(const ForwardParams& params, const LaunchSite& site) {
+  const bool has_masks = params.mask_access != MaskAccess::none || params.problem.mask.padding.kind != Padding::Kind::none;
+  if (has_masks || params.transform.form == ScoreForm::scaled) return launch_shape<Element, MaskShape, ScoreWork::masks>(params, site);
+  if (params.transform.form == ScoreForm::capped) return launch_shape<Element, CapShape, ScoreWork::cap>(params, site);
+  return launch_shape<Element, PlainShape, ScoreWork::none>(params, site);
+}
+
+}  // namespace onnx_attn::forward_sm90_kernel
