@@ -251,7 +251,7 @@ def test_cached_step_by_step_is_causal_prefill(device: str) -> None:
         step = {name: x[:, :, start:stop] for name, x in inputs.items()}
         rows.append(ops.attention_cached(**step, **caches, cache_lengths=lengths, is_causal=True))
         lengths += stop - start
-    torch.testing.assert_close(torch.cat(rows, 2), whole, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(torch.cat(rows, 2), whole, atol=5e-6, rtol=5e-6)
     assert_same_bits("key_cache", caches["key_cache"][:, :, :12], inputs["K"])
     assert bool(caches["value_cache"][:, :, 12:].isnan().all())
 
@@ -304,7 +304,7 @@ def test_chunks_append_all_their_rows(device: str) -> None:
         Y, *present = ops.attention.kv(**{name: x[:, :, start:stop] for name, x in inputs.items()}, **past, is_causal=True)
         rows.append(Y)
         past = dict(zip(past, present, strict=True))
-    torch.testing.assert_close(torch.cat(rows, 2), ops.attention(**inputs, is_causal=True), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(torch.cat(rows, 2), ops.attention(**inputs, is_causal=True), atol=5e-6, rtol=5e-6)
     assert_same_bits("present_key", past["past_key"], inputs["K"])
 
 

@@ -102,8 +102,8 @@ def test_what_others_hold_does_not_matter(device: str) -> None:
     assert_same_bits("Y", after[[0, 2]], before[[0, 2]])
 
 
-def test_head_count_does_not_matter(device: str) -> None:
-    """Groups of heads computed alone give the bits they have together."""
+def test_groups_of_heads_are_independent(device: str) -> None:
+    """A group of heads computed alone is what it is among others."""
     case = Case(dtype=torch.float16, q_heads=8, kv_heads=4, q_len=1, kv_len=1500, head_size=64)
     inputs = make_inputs(case, device)
     whole = run(case, inputs)["Y"]

@@ -37,7 +37,7 @@ def test_keys_expanded_over_heads(kv_len: int, device: str) -> None:
     inputs = make_inputs(Case(q_heads=4, kv_heads=1, q_len=5, kv_len=kv_len, mask="bool"), device)
     expanded = inputs | {name: inputs[name].expand(2, 4, kv_len, 16) for name in ("K", "V")}
     compare_attention(expanded, {"Y": attention(**expanded)})
-    torch.testing.assert_close(attention(**expanded), attention(**inputs), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(attention(**expanded), attention(**inputs), atol=5e-6, rtol=5e-6)
 
 
 def test_mask_has_query_heads(device: str) -> None:

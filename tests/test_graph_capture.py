@@ -109,7 +109,7 @@ def test_cached_steps_advance_inside_one_graph() -> None:
         for name, x in prompt.items():
             step[name].copy_(x[:, :, token : token + 1])
         graph.replay()
-        torch.testing.assert_close(Y, whole[:, :, token : token + 1], atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(Y, whole[:, :, token : token + 1], atol=5e-6, rtol=5e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -41,7 +41,7 @@ def test_empty_entries_are_zero_and_leave_the_others_alone(device: str) -> None:
 def test_full_lengths_are_no_lengths(device: str) -> None:
     inputs = make_inputs(Case(q_len=9, kv_len=70), device)
     Y = attention(**inputs, nonpad_kv_seqlen=torch.tensor([70, 70], device=device))
-    torch.testing.assert_close(Y, attention(**inputs), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(Y, attention(**inputs), atol=5e-6, rtol=5e-6)
 
 
 def test_capacity_does_not_matter(device: str) -> None:

@@ -113,7 +113,7 @@ def test_the_environment_chooses_for_the_process():
         return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
 
     assert run("general").stdout.strip() == "general"
-    assert run("-decode,-forward_sm80,-forward_sm90").stdout.strip() == "general"
+    assert run("-decode,-forward_sm80").stdout.strip() == "general"
     refused = run("nonsense")
     assert refused.returncode != 0 and "TORCH_ONNX_ATTN_KERNEL" in refused.stderr and "nonsense" in refused.stderr
 
@@ -125,10 +125,15 @@ def test_the_log_shows_plans():
     assert logged.returncode == 0 and '"kernel": "cpu"' in logged.stderr
 
 
-def test_a_projection_bias_is_stored_once_for_a_kernel_that_reads_tiles_and_not_for_the_general_one():
-    x, bias = torch.randn(2, 128, 256).half(), torch.randn(768).half()
-    plan = explain(torch.ops.onnx_attn.mha.default, x, x, x, bias, num_heads=4, machine=H200)
-    assert plan.separate_bias and plan.workspace_bytes >= 2 * x.numel() * x.element_size()
+def test_a_projection_bias_is_stored_only_for_a_kernel_that_cannot_add_it():
+    def plan_of(q_len):
+        x, bias = torch.randn(2, q_len, 256).half(), torch.randn(768).half()
+        return explain(torch.ops.onnx_attn.mha.default, x, x, x, bias, num_heads=4, machine=H200)
+
+    few_rows = plan_of(8)
+    assert few_rows.kernel == "decode" and few_rows.separate_bias
+    assert few_rows.workspace_bytes >= 2 * 2 * 8 * 256 * 2
+    with kernel("forward_sm80"):
+        assert not plan_of(128).separate_bias
     with kernel("general"):
-        plan = explain(torch.ops.onnx_attn.mha.default, x, x, x, bias, num_heads=4, machine=H200)
-    assert not plan.separate_bias and plan.workspace_bytes == 0
+        assert not plan_of(8).separate_bias and plan_of(8).workspace_bytes == 0

@@ -319,7 +319,7 @@ def test_export(device: str) -> None:
     for rows_now in (3, 7):
         arguments = decoder_inputs(device, rows_now)
         for actual, expected in zip(exported(*arguments), eager(*arguments), strict=True):
-            torch.testing.assert_close(actual, expected, atol=2e-6, rtol=2e-6)
+            torch.testing.assert_close(actual, expected, atol=5e-6, rtol=5e-6)
     buffers = dict(exported.named_buffers())
     assert_same_bits("key_cache", buffers["key_cache"], eager.key_cache)
 
@@ -350,7 +350,7 @@ def test_decompositions_leave_the_in_place_ops_whole() -> None:
     eager = Decoder("cpu")
     arguments = decoder_inputs("cpu")
     for actual, expected in zip(program.module()(*arguments), eager(*arguments), strict=True):
-        torch.testing.assert_close(actual, expected, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(actual, expected, atol=5e-6, rtol=5e-6)
 
 
 @pytest.mark.slow
@@ -364,7 +364,7 @@ def test_aot_inductor(tmp_path: Path, device: str) -> None:
     arguments = decoder_inputs(device)
     for _ in range(2):  # the second call finds what the first one left in the caches
         for actual, expected in zip(loaded(*arguments), eager(*arguments), strict=True):
-            torch.testing.assert_close(actual, expected, atol=2e-6, rtol=2e-6)
+            torch.testing.assert_close(actual, expected, atol=5e-6, rtol=5e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def test_forward_only(name: str, device: str) -> None:
     result = op(**leaves)
     results = [result] if isinstance(result, Tensor) else list(result)
     for actual, wanted in zip(results, expected, strict=True):
-        torch.testing.assert_close(actual.detach(), wanted, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(actual.detach(), wanted, atol=1e-5, rtol=1e-5)
     assert results[0].requires_grad
     with pytest.raises(RuntimeError, match="forward only"):
         results[0].nan_to_num().sum().backward()

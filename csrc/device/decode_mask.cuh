@@ -45,43 +45,79 @@ struct ScoreRule {
   }
 };
 
-__host__ __device__ constexpr int element_bytes(DType dtype) {
-  switch (dtype) {
-    case DType::boolean: return 1;
-    case DType::f16:
-    case DType::bf16: return 2;
-    case DType::f32:
-    case DType::i32: return 4;
-    default: return 8;
+// Where the elements of a tensor mask, or of a padding mask, begin for a row of the kv head.
+__device__ __forceinline__ int64_t tensor_mask_row(const Problem& problem, const Unit& unit, int row) {
+  const TensorMask& tensor = problem.mask.tensor;
+  const int group = static_cast<int>(problem.q_heads / problem.kv_heads), q_len = static_cast<int>(problem.q_len);
+  const int head_in_group = row / q_len, query = row - head_in_group * q_len;
+  return unit.batch * tensor.batch_stride + (int64_t{unit.kv_head} * group + head_in_group) * tensor.head_stride +
+         query * tensor.query_stride;
+}
+__device__ __forceinline__ int64_t padding_mask_row(const Problem& problem, const Unit& unit, int row) {
+  const Padding& padding = problem.mask.padding;
+  return unit.batch * padding.batch_stride + row % static_cast<int>(problem.q_len) * padding.query_stride;
+}
+
+__device__ __forceinline__ const char* element_address(const void* data, int64_t index, int bytes) {
+  return static_cast<const char*>(data) + index * bytes;
+}
+
+// A loader's share of what the masks say of the keys of a tile.
+template <int kKeys>
+__device__ __forceinline__ void copy_masks(const Problem& problem, const MaskLayout& layout, const Unit& unit, int first_row, int rows,
+                                           int key, uint32_t target, const LoaderShare& share) {
+  const TensorMask& tensor = problem.mask.tensor;
+  const Padding& padding = problem.mask.padding;
+  for (int row = share.loader; row < layout.tensor.rows && first_row + row < rows; row += share.loaders) {
+    const int bytes = layout.tensor.element_bytes;
+    copy_unaligned(target + row * layout.tensor.pitch,
+                   element_address(tensor.data, tensor_mask_row(problem, unit, first_row + row) + key, bytes),
+                   min(kKeys, unit.end - key) * bytes);
+  }
+  const int padding_end = static_cast<int>(min(int64_t{unit.end}, padding.columns));
+  for (int row = share.loader; row < layout.padding.rows && first_row + row < rows && key < padding_end; row += share.loaders) {
+    const int bytes = layout.padding.element_bytes;
+    copy_unaligned(target + layout.padding_offset + row * layout.padding.pitch,
+                   element_address(padding.data, padding_mask_row(problem, unit, first_row + row) + key, bytes),
+                   min(kKeys, padding_end - key) * bytes);
   }
 }
 
 // What the masks say of a query row of the unit at hand; in shared memory.
 struct RowMask {
-  int begin, count;    // keys that the row sees, as far as length, causality and windows go
-  int64_t tensor_row;  // where the elements of the row begin
-  int64_t padding_row;
+  int begin, count;                 // keys that the row sees, as far as length, causality and windows go
+  int tensor_place, padding_place;  // of the row's elements in the masks of a stage
+  int64_t tensor_row, padding_row;  // in global memory
 
-  // `row` counts the rows of the kv head. Rows that do not exist see nothing.
-  __device__ __forceinline__ void set(const Problem& problem, const Unit& unit, int row, int rows) {
+  // Rows that do not exist see nothing.
+  __device__ __forceinline__ void set(const Problem& problem, const MaskLayout& layout, const Unit& unit, int first_row, int row,
+                                      int rows) {
     const Mask& mask = problem.mask;
-    const int group = static_cast<int>(problem.q_heads / problem.kv_heads), q_len = static_cast<int>(problem.q_len);
-    const int head_in_group = row / q_len, query = row - head_in_group * q_len;
-    const int64_t head = int64_t{unit.kv_head} * group + head_in_group;
+    const int query = (first_row + row) % static_cast<int>(problem.q_len);
     const KeyRange visible = visible_keys(mask, row_position(mask, unit.batch, problem.q_len, problem.kv_len), query, query + 1);
-    const bool sees_any = row < rows && visible.begin < visible.end;
+    const bool sees_any = first_row + row < rows && visible.begin < visible.end;
     begin = sees_any ? static_cast<int>(visible.begin) : 0;
     count = sees_any ? static_cast<int>(visible.end - visible.begin) : 0;
-    tensor_row = unit.batch * mask.tensor.batch_stride + head * mask.tensor.head_stride + query * mask.tensor.query_stride;
-    padding_row = unit.batch * mask.padding.batch_stride + query * mask.padding.query_stride;
+    tensor_row = tensor_mask_row(problem, unit, first_row + row);
+    padding_row = padding_mask_row(problem, unit, first_row + row);
+    tensor_place = place(layout.tensor, mask.tensor.data, tensor_row, row);
+    padding_place = layout.padding_offset + place(layout.padding, mask.padding.data, padding_row, row);
+  }
+
+ private:
+  // Rows start in the word that they start in, and a tile is a whole number of words further on.
+  static __device__ __forceinline__ int place(const StagedMask& staged, const void* data, int64_t index, int row) {
+    const auto address = reinterpret_cast<uintptr_t>(element_address(data, index, staged.element_bytes));
+    return max(0, min(row, staged.rows - 1)) * staged.pitch + static_cast<int>(address % 4);
   }
 };
 
-// Everything that decides whether, and by how much, a key counts for the lane's two query rows. The elements of a tensor mask
-// are loaded a block ahead, and left as they are until they are used: the arithmetic between hides the latency.
+// Everything that decides whether, and by how much, a key counts for the lane's two query rows. Tensors with neighbouring keys
+// come with the stage, since a load of one's own would queue for microseconds behind those of the ring; others are gathered.
 class BlockMask {
  public:
-  __device__ __forceinline__ BlockMask(const Problem& problem, const ScoreRule& rule) : problem_(problem), rule_(rule) {}
+  __device__ __forceinline__ BlockMask(const Problem& problem, const ScoreRule& rule, const MaskLayout& layout)
+      : problem_(problem), rule_(rule), layout_(layout) {}
 
   // `rows` are the 16 rows of the warp.
   __device__ __forceinline__ void start_unit(const RowMask* rows) {
@@ -102,107 +138,100 @@ class BlockMask {
     }
   }
 
-  // Starts loading what the tensor mask says of the block of keys that starts at `key`.
-  __device__ __forceinline__ void prefetch_tensor(int key) {
-    const TensorMask& tensor = problem_.mask.tensor;
-    if (!rule_.is_plain && tensor.kind != TensorMask::Kind::none) {
-      switch (tensor.dtype) {
-        case DType::boolean: load_tensor<uint8_t>(key); break;
-        case DType::f32: load_tensor<uint32_t>(key); break;
-        default: load_tensor<uint16_t>(key); break;
-      }
-    }
-  }
-
-  // Reads which keys of the block the padding keeps.
-  __device__ __forceinline__ void read_padding(int key) {
-    const Padding& padding = problem_.mask.padding;
-    if (rule_.is_plain || padding.kind == Padding::Kind::none) return;
-    kept_ = 0;
-    for_each_score([&](int half, int e, int, int offset) {
-      if (key + lane_key() + offset < kept_keys_) kept_ |= 1u << (4 * half + e);
-    });
-    if (padding.kind == Padding::Kind::keep) {
-      switch (padding.dtype) {
-        case DType::boolean: keep_positive<uint8_t>(key); break;
-        case DType::i64: keep_positive<int64_t>(key); break;
-        default: keep_positive<int32_t>(key); break;
-      }
-    }
-  }
-
   // Turns products into scores: scale, softcap, bias and padding, and -inf where a key does not count. The last is a select,
-  // never an addition: the product of a key past the length may be NaN.
-  __device__ __forceinline__ void apply(Scores& scores, int key) const {
+  // never an addition: the product of a key past the length may be NaN. The block starts at key tile + key; `masks` are those
+  // of the tile.
+  __device__ __forceinline__ void apply(Scores& scores, const uint8_t* masks, int tile, int key) const {
     for_each_score([&](int half, int e, int, int) { scores[half][e] *= rule_.unit; });
-    if (!rule_.is_plain) apply_cap_and_tensors(scores);
+    if (!rule_.is_plain) {
+      if (rule_.cap > 0) apply_softcap(scores);
+      if (problem_.mask.tensor.kind != TensorMask::Kind::none) apply_tensor(scores, masks, tile, key);
+      if (problem_.mask.padding.kind != Padding::Kind::none) apply_padding(scores, masks, tile, key);
+    }
     for_each_score([&](int half, int e, int row, int offset) {
-      if (!sees(row, key + lane_key() + offset)) scores[half][e] = -INFINITY;
+      if (!sees(row, tile + key + lane_key() + offset)) scores[half][e] = -INFINITY;
     });
   }
 
  private:
-  __device__ __forceinline__ void apply_cap_and_tensors(Scores& scores) const {
-    if (rule_.cap > 0) {  // cap * tanh(x) = cap * (1 - 2 / (1 + e^2x)), to the last bits of a float near 1
-      for_each_score([&](int half, int e, int, int) {
-        scores[half][e] = rule_.cap - 2 * rule_.cap * device::reciprocal_fast(1 + device::exp2_fast(scores[half][e]));
-      });
-    }
-    const TensorMask& tensor = problem_.mask.tensor;
-    if (tensor.kind == TensorMask::Kind::keep) {
-      for_each_score([&](int half, int e, int, int) { scores[half][e] = tensor_[half][e] ? scores[half][e] : -INFINITY; });
-    } else if (tensor.kind == TensorMask::Kind::bias) {
-      if (tensor.dtype == DType::f32) {
-        for_each_score([&](int half, int e, int, int) { scores[half][e] += to_base_2(__uint_as_float(tensor_[half][e])); });
-      } else if (tensor.dtype == DType::bf16) {
-        for_each_score([&](int half, int e, int, int) { scores[half][e] += to_base_2(__uint_as_float(tensor_[half][e] << 16)); });
-      } else {
-        for_each_score([&](int half, int e, int, int) {
-          scores[half][e] += to_base_2(__half2float(__ushort_as_half(static_cast<unsigned short>(tensor_[half][e]))));
-        });
-      }
-    }
-    if (problem_.mask.padding.kind != Padding::Kind::none) {
-      for_each_score([&](int half, int e, int, int) {
-        if (!(kept_ >> (4 * half + e) & 1)) scores[half][e] += rule_.filter;
-      });
-    }
-  }
-
   __device__ __forceinline__ bool sees(int row, int key) const {
     return static_cast<unsigned>(key - begin_[row]) < static_cast<unsigned>(count_[row]);
   }
 
-  // Elements of keys that do not count are not read: the tensors may end before them.
-  template <class Raw>
-  __device__ __forceinline__ void load_tensor(int key) {
-    const TensorMask& tensor = problem_.mask.tensor;
-    for_each_score([&](int half, int e, int row, int offset) {
-      const int column = key + lane_key() + offset;
-      tensor_[half][e] = 0;
-      if (sees(row, column))
-        tensor_[half][e] = static_cast<const Raw*>(tensor.data)[rows_[8 * row].tensor_row + column * tensor.key_stride];
+  // cap * tanh(x) = cap * (1 - 2 / (1 + e^2x)), to the last bits of a float near 1.
+  __device__ __forceinline__ void apply_softcap(Scores& scores) const {
+    for_each_score([&](int half, int e, int, int) {
+      scores[half][e] = rule_.cap - 2 * rule_.cap * device::reciprocal_fast(1 + device::exp2_fast(scores[half][e]));
     });
   }
 
-  template <class Raw>
-  __device__ __forceinline__ void keep_positive(int key) {
+  __device__ __forceinline__ void apply_tensor(Scores& scores, const uint8_t* masks, int tile, int key) const {
+    switch (problem_.mask.tensor.dtype) {
+      case DType::boolean:
+        return with_tensor<uint8_t>(masks, tile, key,
+                                    [&](int half, int e, uint8_t keep) { scores[half][e] = keep ? scores[half][e] : -INFINITY; });
+      case DType::f32:
+        return with_tensor<float>(masks, tile, key, [&](int half, int e, float bias) { scores[half][e] += to_base_2(bias); });
+      case DType::bf16:
+        return with_tensor<__nv_bfloat16>(
+            masks, tile, key, [&](int half, int e, __nv_bfloat16 bias) { scores[half][e] += to_base_2(__bfloat162float(bias)); });
+      default:
+        return with_tensor<__half>(masks, tile, key,
+                                   [&](int half, int e, __half bias) { scores[half][e] += to_base_2(__half2float(bias)); });
+    }
+  }
+
+  __device__ __forceinline__ void apply_padding(Scores& scores, const uint8_t* masks, int tile, int key) const {
+    switch (problem_.mask.padding.kind == Padding::Kind::keep ? problem_.mask.padding.dtype : DType::f64) {
+      case DType::boolean: return add_filter<uint8_t>(scores, masks, tile, key);
+      case DType::i32: return add_filter<int32_t>(scores, masks, tile, key);
+      case DType::i64: return add_filter<int64_t>(scores, masks, tile, key);
+      default:
+        for_each_score([&](int half, int e, int, int offset) {
+          if (tile + key + lane_key() + offset >= kept_keys_) scores[half][e] += rule_.filter;
+        });
+    }
+  }
+
+  // Calls body(half, e, element). Elements of keys that do not count are not read: a tensor may end before them.
+  template <class Mask, class Body>
+  __device__ __forceinline__ void with_tensor(const uint8_t* masks, int tile, int key, Body&& body) const {
+    const TensorMask& tensor = problem_.mask.tensor;
+    if (layout_.tensor.rows > 0) {
+      for_each_score([&](int half, int e, int row, int offset) {
+        body(half, e, *reinterpret_cast<const Mask*>(masks + rows_[8 * row].tensor_place + (key + lane_key() + offset) * sizeof(Mask)));
+      });
+    } else {
+      for_each_score([&](int half, int e, int row, int offset) {
+        const int column = tile + key + lane_key() + offset;
+        Mask element = {};
+        if (sees(row, column)) element = static_cast<const Mask*>(tensor.data)[rows_[8 * row].tensor_row + column * tensor.key_stride];
+        body(half, e, element);
+      });
+    }
+  }
+
+  template <class Mask>
+  __device__ __forceinline__ void add_filter(Scores& scores, const uint8_t* masks, int tile, int key) const {
     const Padding& padding = problem_.mask.padding;
     for_each_score([&](int half, int e, int row, int offset) {
-      const int column = key + lane_key() + offset;
-      const int64_t at = rows_[8 * row].padding_row + column * padding.key_stride;
-      const bool is_read = sees(row, column) && column < kept_keys_;
-      if (is_read && static_cast<const Raw*>(padding.data)[at] <= 0) kept_ &= ~(1u << (4 * half + e));
+      const int in_tile = key + lane_key() + offset, column = tile + in_tile;
+      bool is_kept = column < kept_keys_;
+      if (layout_.padding.rows > 0) {
+        is_kept = is_kept && *reinterpret_cast<const Mask*>(masks + rows_[8 * row].padding_place + in_tile * sizeof(Mask)) > 0;
+      } else if (is_kept && sees(row, column)) {
+        is_kept = static_cast<const Mask*>(padding.data)[rows_[8 * row].padding_row + column * padding.key_stride] > 0;
+      }
+      if (!is_kept) scores[half][e] += rule_.filter;
     });
   }
 
   const Problem& problem_;
   const ScoreRule& rule_;
+  const MaskLayout& layout_;
   const RowMask* rows_ = nullptr;
   int begin_[2], count_[2];
   int kept_keys_;
-  uint32_t tensor_[2][4];  // raw elements of a block
-  uint32_t kept_;          // a bit for each score of a block
 };
 
 }  // namespace onnx_attn::decode

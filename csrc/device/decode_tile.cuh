@@ -1,4 +1,4 @@
-// decode_tile.cuh: tiles of keys and values in shared memory, the ring that they pass through, and the two ways to load one.
+// decode_tile.cuh: tiles of keys and values in shared memory, the ring that they pass through, and how they are loaded.
 #pragma once
 
 #include "convert.cuh"
@@ -12,13 +12,13 @@ using device::shared_address;
 __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }  // known to be uniform
 
-// Rows of 16-bit elements as the copy engine writes them with its 128-byte swizzle: panels of 64 columns, each a sequence of
-// 128-byte rows whose eight 16-byte pieces are XORed with row % 8. Eight rows of one piece then lie in different banks.
+// Rows of 16-bit elements in shared memory: panels of 64 columns, each a sequence of 128-byte rows whose eight 16-byte pieces
+// are XORed with row % 8. Eight rows of one piece then lie in different banks.
 __device__ __forceinline__ uint32_t swizzled(int row, int piece, int panel_bytes) {
   return piece / 8 * panel_bytes + row * 128 + (((piece ^ row) & 7) << 4);
 }
 
-// A stage of the ring: a tile of K and the tile of V for the same keys, 16 KB each or more, which the memory system rewards.
+// A stage of the ring: a tile of K and the tile of V for the same keys, 16 KB each or more; masks follow where there are any.
 template <int kHeadSize>
 struct Stage {
   static constexpr int kKeys = tile_keys(kHeadSize);
@@ -67,10 +67,6 @@ __device__ __forceinline__ void arrive_as_warp(uint64_t& barrier) {
   __syncwarp();
   if (lane_index() == 0) device::barrier_arrive(shared_address(&barrier));
 }
-
-struct TensorMaps {
-  CUtensorMap keys, values;  // [batch, kv_heads, kv_len, head size]; boxes of Stage::kKeys rows and 64 columns
-};
 
 // Rows that the caller appends are read where he has them, not in the cache, where some block is only just storing them.
 struct NewRows {
@@ -125,36 +121,7 @@ struct KeyRows {
   }
 };
 
-// The copy engine fetches whole boxes: rows past the end of the unit come along, whatever they hold. One lane calls it.
-template <int kHeadSize>
-__device__ __forceinline__ void load_stage_in_bulk(const TensorMaps& maps, const Unit& unit, int key, uint32_t stage, uint64_t& full,
-                                                   int box_rows) {
-  using S = Stage<kHeadSize>;
-  const uint32_t barrier = shared_address(&full);
-  const int rows = min(S::kKeys, (unit.end - key + box_rows - 1) / box_rows * box_rows);
-  device::publish_to_bulk_copies();  // results of a unit, or new rows, may have been written there by ordinary stores
-  device::barrier_arrive_expecting(barrier, 2 * rows * S::kPanels * 128);
-  for (int row = 0; row < rows; row += box_rows) {
-#pragma unroll
-    for (int panel = 0; panel < S::kPanels; ++panel) {
-      device::bulk_load(stage + panel * S::kPanelBytes + row * 128, maps.keys, panel * 64, key + row, unit.kv_head, unit.batch, barrier);
-    }
-  }
-  for (int row = 0; row < rows; row += box_rows) {
-#pragma unroll
-    for (int panel = 0; panel < S::kPanels; ++panel) {
-      device::bulk_load(stage + S::kValues + panel * S::kPanelBytes + row * 128, maps.values, panel * 64, key + row, unit.kv_head,
-                        unit.batch, barrier);
-    }
-  }
-}
-
-// One of the `loaders` warps that share a tile.
-struct LoaderShare {
-  int loader, loaders;
-};
-
-// How a warp goes over eight rows: kRowStep of them with each instruction, every lane with a 16-byte piece that it keeps.
+// How a warp goes over rows: kRowStep of them with each instruction, every lane with a 16-byte piece that it keeps.
 template <int kHeadSize>
 struct LanePiece {
   static constexpr int kPieces = kHeadSize / 8;  // of a row
@@ -164,7 +131,7 @@ struct LanePiece {
 
   // Of the lane's piece of rows `first` + row, in a tile; `first` is a multiple of kRowStep, and best a constant.
   __device__ __forceinline__ uint32_t place(int first) const {
-    return piece / 8 * Stage<kHeadSize>::kPanelBytes + (first + row) * 128 + (((piece ^ row) & 7) << 4 ^ (first & 7) << 4);
+    return piece / 8 * Stage<kHeadSize>::kPanelBytes + (first + row) * 128 + (((piece ^ row ^ first) & 7) << 4);
   }
 };
 
@@ -182,32 +149,42 @@ struct LaneSource {
         exists(lane.piece * 8 < rows.columns) {}
 };
 
-// Starts copying this warp's share of the kKeys rows from `key` on. Rows at or past `end` and columns past the head size become
-// zeros without being read. In step the warps read each tile from one end to the other, which the copy engine does not when it
-// takes boxes of 64 columns: that costs 7 % of the bandwidth (H200, 2026-11).
+// One of the `loaders` warps that share a tile.
+struct LoaderShare {
+  int loader, loaders;
+};
+
+// Starts copying this warp's share of the tile of K and V from `key` on: runs of 4 KB. Rows at or past `end` and columns past the
+// head size become zeros without being read.
+//
+// Together the loaders read a tile from one end to the other. Boxes of the copy engine (64 columns wide for the sake of its
+// swizzle, so that neighbouring halves of a row are fetched apart) ran at 0.91 of the speed of a plain read, this at 0.97
+// (arithmetic left out, H200, 2026-11); and it takes any strides, needs nothing from the host, and runs on compute capability 8.0.
 template <class Element, int kHeadSize>
 __device__ __forceinline__ void copy_tile(const LaneSource<Element>& keys, const LaneSource<Element>& values, int key, int end,
                                           uint32_t stage, const LoaderShare& share) {
   using S = Stage<kHeadSize>;
-  constexpr int kGroups = S::kKeys / 8;  // of rows, in K and in V
+  constexpr int kSteps = 8;  // instructions of a run
   const LanePiece<kHeadSize> lane;
+  constexpr int kRunRows = kSteps * LanePiece<kHeadSize>::kRowStep, kRuns = S::kKeys / kRunRows;
 #pragma unroll 1
-  for (int item = share.loader; item < 2 * kGroups; item += share.loaders) {
-    const bool is_value = item >= kGroups;
-    const int first = (is_value ? item - kGroups : item) * 8;
+  for (int run = share.loader; run < 2 * kRuns; run += share.loaders) {
+    const bool is_value = run >= kRuns;
+    const int first = (is_value ? run - kRuns : run) * kRunRows;
     const int64_t row_stride = is_value ? values.row_stride : keys.row_stride;
     const Element* source = (is_value ? values.row_0 : keys.row_0) + (key + first) * row_stride;
     const uint32_t target = stage + (is_value ? S::kValues : 0) + first * 128;
     const int count = (is_value ? values.exists : keys.exists) ? end - key - first - lane.row : 0;
+    static_assert(kRunRows % 8 == 0, "the swizzle of a run begins anew");
 #pragma unroll
-    for (int row = 0; row < 8; row += lane.kRowStep) {
+    for (int row = 0; row < kRunRows; row += lane.kRowStep) {
       device::copy_async_16(target + lane.place(row), source, row < count ? 16 : 0);
       source += lane.kRowStep * row_stride;
     }
   }
 }
 
-// The same for a tile with new rows: these are stored at once.
+// The same for a tile of K or V with new rows. With a bias these are stored at once: then the caller must say so to the readers.
 template <class Element, int kHeadSize>
 __device__ __forceinline__ void copy_tile_with_new_rows(const KeyRows<Element>& rows, const Unit& unit, const NewRows& new_rows, int key,
                                                         uint32_t target, const LoaderShare& share) {
@@ -215,13 +192,23 @@ __device__ __forceinline__ void copy_tile_with_new_rows(const KeyRows<Element>& 
 #pragma unroll 1
   for (int first = share.loader * lane.kRowStep; first < Stage<kHeadSize>::kKeys; first += share.loaders * lane.kRowStep) {
     const int row_key = key + first + lane.row;
-    const bool exists = row_key < unit.end && lane.piece * 8 < rows.columns;
-    if (exists && new_rows.holds(row_key)) {
+    const bool exists = row_key < unit.end && lane.piece * 8 < rows.columns, is_new = new_rows.holds(row_key);
+    if (exists && is_new && rows.bias) {
       device::store_shared_16(target + lane.place(first), rows.new_piece(unit, row_key - new_rows.first, lane.piece));
     } else {
-      device::copy_async_16(target + lane.place(first), KeyRows<Element>::row(rows.stored, unit, row_key) + lane.piece * 8,
-                            exists ? 16 : 0);
+      const Element* source =
+          is_new ? KeyRows<Element>::row(rows.fresh, unit, row_key - new_rows.first) : KeyRows<Element>::row(rows.stored, unit, row_key);
+      device::copy_async_16(target + lane.place(first), source + lane.piece * 8, exists ? 16 : 0);
     }
+  }
+}
+
+// Starts copying `bytes` from any address to shared memory, in words: byte i lands at target + i + (source % 4). The words at both
+// ends are the allocation's own.
+__device__ __forceinline__ void copy_unaligned(uint32_t target, const char* source, int bytes) {
+  const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(source) % 4);
+  for (int at = lane_index() * 4; at < bytes + shift; at += 32 * 4) {
+    device::copy_async_4(target + at, source - shift + at, min(4, bytes + shift - at));
   }
 }
 

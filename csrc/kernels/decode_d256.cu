@@ -4,13 +4,9 @@
 
 namespace onnx_attn::decode {
 
-const void* kernel_256(DType dtype, bool bulk_copies) {
-  if (dtype == DType::f16) {
-    return bulk_copies ? reinterpret_cast<const void*>(decode_kernel<__half, 256, true>)
-                       : reinterpret_cast<const void*>(decode_kernel<__half, 256, false>);
-  }
-  return bulk_copies ? reinterpret_cast<const void*>(decode_kernel<__nv_bfloat16, 256, true>)
-                     : reinterpret_cast<const void*>(decode_kernel<__nv_bfloat16, 256, false>);
+const void* kernel_256(DType dtype) {
+  return dtype == DType::f16 ? reinterpret_cast<const void*>(decode_kernel<__half, 256>)
+                             : reinterpret_cast<const void*>(decode_kernel<__nv_bfloat16, 256>);
 }
 
 }  // namespace onnx_attn::decode

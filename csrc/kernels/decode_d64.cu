@@ -4,13 +4,9 @@
 
 namespace onnx_attn::decode {
 
-const void* kernel_64(DType dtype, bool bulk_copies) {
-  if (dtype == DType::f16) {
-    return bulk_copies ? reinterpret_cast<const void*>(decode_kernel<__half, 64, true>)
-                       : reinterpret_cast<const void*>(decode_kernel<__half, 64, false>);
-  }
-  return bulk_copies ? reinterpret_cast<const void*>(decode_kernel<__nv_bfloat16, 64, true>)
-                     : reinterpret_cast<const void*>(decode_kernel<__nv_bfloat16, 64, false>);
+const void* kernel_64(DType dtype) {
+  return dtype == DType::f16 ? reinterpret_cast<const void*>(decode_kernel<__half, 64>)
+                             : reinterpret_cast<const void*>(decode_kernel<__nv_bfloat16, 64>);
 }
 
 }  // namespace onnx_attn::decode

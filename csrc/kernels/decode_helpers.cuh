@@ -1,17 +1,16 @@
-// decode_helpers.cuh: the warps that keep the computing warps of the decode kernel supplied. Each walks over the block's units by itself.
+// decode_helpers.cuh: the warps that keep the computing warps of the decode kernel supplied.
 #pragma once
 
 #include "decode_job.cuh"
 
 namespace onnx_attn::decode {
 
-// Arrivals at a stage's full barrier: one lane that has asked for bulk copies, or each lane of the loaders for its own copies.
-__host__ __device__ constexpr int full_arrivals(bool in_bulk, int loaders) { return in_bulk ? 1 : 32 * loaders; }
+// Arrivals of a loader at a stage's full barrier: one for what the warp has stored, and one of each lane for its copies.
+inline constexpr int kLoaderArrivals = 1 + 32;
 
-// The loaders fill the ring, as far ahead as it goes. In bulk there is one.
-template <class Element, int kHeadSize, bool kInBulk>
-__device__ __forceinline__ void load_tiles(const Job& job, const TensorMaps& maps, const SharedMemory<kHeadSize>& shared,
-                                           const LoaderShare& share) {
+// The loaders fill the ring, as far ahead as it goes.
+template <class Element, int kHeadSize>
+__device__ __forceinline__ void load_tiles(const Job& job, const SharedMemory<kHeadSize>& shared, const LoaderShare& share) {
   using S = Stage<kHeadSize>;
   Handover<kMaxStages>& ring = shared.control->ring;
   const auto keys = KeyRows<Element>::keys(job.problem, job.copies_past), values = KeyRows<Element>::values(job.problem, job.copies_past);
@@ -19,43 +18,37 @@ __device__ __forceinline__ void load_tiles(const Job& job, const TensorMaps& map
   RingPlace place;
   for_each_unit(job, shared.control->table, [&](const Unit& unit) {
     device::wait_for_previous_kernel();
+    const int first_row = unit.row_block * job.cut.row_tiles * kTileRows;
     const NewRows new_rows(job.problem, unit.batch);
     const LaneSource<Element> key_source(keys, unit, lane), value_source(values, unit, lane);
     for (int key = first_tile<kHeadSize>(unit); key < unit.end; key += S::kKeys, place.advance(job.stages)) {
-      const uint32_t stage = shared.stage(place.index);
-      uint64_t& full = ring.full[place.index];
+      const uint32_t stage = shared_address(shared.stage(place.index));
       place.wait_empty(ring);
       if (new_rows.meets(key, key + S::kKeys)) {
         copy_tile_with_new_rows<Element, kHeadSize>(keys, unit, new_rows, key, stage, share);
         copy_tile_with_new_rows<Element, kHeadSize>(values, unit, new_rows, key, stage + S::kValues, share);
-        device::copy_async_wait_all();
-        if (kInBulk)
-          arrive_as_warp(full);
-        else
-          device::barrier_arrive(shared_address(&full));
-      } else if constexpr (kInBulk) {
-        if (lane_index() == 0) load_stage_in_bulk<kHeadSize>(maps, unit, key, stage, full, job.box_rows);
-        __syncwarp();
       } else {
         copy_tile<Element, kHeadSize>(key_source, value_source, key, unit.end, stage, share);
-        device::barrier_arrive_after_copies(shared_address(&full));
       }
+      if (job.masks.bytes > 0) copy_masks<S::kKeys>(job.problem, job.masks, unit, first_row, job.cut.rows, key, stage + S::kBytes, share);
+      arrive_as_warp(ring.full[place.index]);
+      device::barrier_arrive_after_copies(shared_address(&ring.full[place.index]));
     }
   });
 }
 
-// The query rows of a unit, with their bias, as rows of shared memory. Rows and columns that do not exist are zeros.
+// The query rows of a unit, with their bias, as rows of shared memory: `rows` of them, of which `count` exist. The others, and
+// columns past the head size, are zeros.
 template <class Element, int kHeadSize>
-__device__ __forceinline__ void stage_queries(const Job& job, const Unit& unit, int first_row, uint32_t target) {
+__device__ __forceinline__ void stage_queries(const Problem& problem, const Unit& unit, int first_row, int count, int rows,
+                                              uint32_t target) {
   constexpr int kPieces = kHeadSize / 8;
-  const Problem& problem = job.problem;
   const int q_len = static_cast<int>(problem.q_len), group = static_cast<int>(problem.q_heads / problem.kv_heads);
-  const int rows = job.cut.row_tiles * kTileRows;
-#pragma unroll 4
-  for (int index = lane_index(); index < rows * kPieces; index += 32) {
+#pragma unroll 8
+  for (int index = lane_index(); index < count * kPieces; index += 32) {
     const int row = index / kPieces, piece = index % kPieces;
     uint4 elements = make_uint4(0, 0, 0, 0);
-    if (first_row + row < job.cut.rows && piece * 8 < problem.head_size) {
+    if (piece * 8 < problem.head_size) {
       const int head_in_group = (first_row + row) / q_len, query = (first_row + row) - head_in_group * q_len;
       const int64_t head = int64_t{unit.kv_head} * group + head_in_group;
       const Element* source = static_cast<const Element*>(problem.q.data) + unit.batch * problem.q.batch_stride +
@@ -64,6 +57,9 @@ __device__ __forceinline__ void stage_queries(const Job& job, const Unit& unit, 
       if (problem.q_bias) elements = add_bias(elements, static_cast<const Element*>(problem.q_bias) + head * problem.head_size + piece * 8);
     }
     device::store_shared_16(target + swizzled(row, piece, rows * 128), elements);
+  }
+  for (int index = count * kPieces + lane_index(); index < rows * kPieces; index += 32) {
+    device::store_shared_16(target + swizzled(index / kPieces, index % kPieces, rows * 128), make_uint4(0, 0, 0, 0));
   }
 }
 
@@ -77,32 +73,6 @@ __device__ __forceinline__ void store_new_rows(const KeyRows<Element>& rows, con
   }
 }
 
-// Brings what a tensor says of the unit's keys to the L2 cache. Loads that queue behind the ring's take microseconds.
-__device__ __forceinline__ void prefetch_mask_row(const void* data, int64_t row, int64_t key_stride, int element_bytes, int begin,
-                                                  int end) {
-  constexpr int kSector = 32;
-  if (key_stride != 1) return;
-  const char* first = static_cast<const char*>(data) + (row + begin) * element_bytes;
-  const int bytes = (end - begin) * element_bytes;
-  for (int at = lane_index() * kSector; at < bytes; at += 32 * kSector) device::prefetch_to_l2(first + at);
-}
-
-__device__ __forceinline__ void prefetch_masks(const Mask& mask, const RowMask (&rows)[kMaxRowTiles * kTileRows], int row_count,
-                                               const Unit& unit) {
-  const TensorMask& tensor = mask.tensor;
-  const Padding& padding = mask.padding;
-  for (int row = 0; row < row_count; ++row) {
-    if (tensor.kind != TensorMask::Kind::none && (row == 0 || rows[row].tensor_row != rows[row - 1].tensor_row)) {
-      prefetch_mask_row(tensor.data, rows[row].tensor_row, tensor.key_stride, element_bytes(tensor.dtype), unit.begin,
-                        min(unit.end, static_cast<int>(min(tensor.columns, int64_t{unit.end}))));
-    }
-    if (padding.kind == Padding::Kind::keep && (row == 0 || rows[row].padding_row != rows[row - 1].padding_row)) {
-      prefetch_mask_row(padding.data, rows[row].padding_row, padding.key_stride, element_bytes(padding.dtype), unit.begin,
-                        static_cast<int>(min(padding.columns, int64_t{unit.end})));
-    }
-  }
-}
-
 // The preparer: queries and masks of the next unit, while the computing warps are busy with the one before; and appended rows,
 // which it stores once for each batch entry and kv head.
 template <class Element, int kHeadSize>
@@ -113,15 +83,15 @@ __device__ __forceinline__ void prepare_units(const Job& job, const SharedMemory
     PreparedUnit& prepared = control.prepared[place.index];
     const int rows = job.cut.row_tiles * kTileRows, first_row = unit.row_block * rows;
     place.wait_empty(control.units);
-    for (int row = lane_index(); row < rows; row += 32) prepared.rows[row].set(job.problem, unit, first_row + row, job.cut.rows);
+    for (int row = lane_index(); row < rows; row += 32) prepared.rows[row].set(job.problem, job.masks, unit, first_row, row, job.cut.rows);
     if (lane_index() == 0) {
       prepared.exists = true;
       prepared.unit = unit;
     }
     device::wait_for_previous_kernel();
-    stage_queries<Element, kHeadSize>(job, unit, first_row, shared.staged_queries(place.index));
+    stage_queries<Element, kHeadSize>(job.problem, unit, first_row, min(rows, job.cut.rows - first_row), rows,
+                                      shared.staged_queries(place.index));
     arrive_as_warp(control.units.full[place.index]);
-    prefetch_masks(job.problem.mask, prepared.rows, min(rows, job.cut.rows - first_row), unit);
     if (job.problem.append.active && unit.is_first) {
       const NewRows new_rows(job.problem, unit.batch);
       store_new_rows(KeyRows<Element>::keys(job.problem, job.copies_past), unit, new_rows);
@@ -163,7 +133,7 @@ __device__ __forceinline__ void write_tiles(const Job& job, const SharedMemory<k
     const Unit unit = control.prepared[slot.index].unit;
     const NewRows new_rows(job.problem, unit.batch);
     for (int key = first_tile<kHeadSize>(unit); key < unit.end; key += S::kKeys, place.advance(job.stages)) {
-      const uint8_t* stage = shared.ring + place.index * S::kBytes;
+      const uint8_t* stage = shared.stage(place.index);
       place.wait_full(control.ring);
       if (unit.row_block == 0) {
         store_tile<Element, kHeadSize>(keys, unit, new_rows, key, stage);

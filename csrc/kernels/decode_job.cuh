@@ -3,7 +3,6 @@
 
 #include "../device/decode_mask.cuh"
 #include "../device/decode_result.cuh"
-#include "../device/decode_tile.cuh"
 
 namespace onnx_attn::decode {
 
@@ -14,15 +13,15 @@ struct Job {
   Problem problem;
   ScoreRule rule;
   Partition cut;
+  MaskLayout masks;
   int stages = 0;
   bool copies_past = false;
-  int box_rows = 64;
   Partials partials;
 };
 
 // Warps of a block: first those that compute, eight of them, or four where a thread needs the registers of two (256 columns of
 // output); then the helpers: one that prepares units, one that stores past rows where there are any, and the others load.
-// Twelve warps in all are as many as can have 168 registers a thread.
+// Twelve warps in all are as many as can have 168 registers a thread. One loader did not keep up beside the arithmetic.
 inline constexpr int kHelpers = 4;
 __host__ __device__ constexpr int max_computing_warps(int head_size) { return head_size == 256 ? 4 : 8; }
 __host__ __device__ inline int loaders(bool copies_past) { return kHelpers - (copies_past ? 2 : 1); }
@@ -40,7 +39,6 @@ struct Control {
   uint64_t written[kUnitSlots];                 // the writer is done with the unit's tiles
   float2 stats[kMaxComputingWarps][kTileRows];  // max and sum of a warp's rows
   float2 totals[kMaxRowTiles * kTileRows];      // the same of all keys of the unit
-  int held_stage[kMaxComputingWarps];           // where a warp leaves its output; -1: it had no keys
   PreparedUnit prepared[kUnitSlots];
   UnitTable table;
 };
@@ -49,21 +47,21 @@ static_assert(sizeof(Control) <= kControlBytes);
 template <int kHeadSize>
 struct SharedMemory {
   using S = Stage<kHeadSize>;
-  uint8_t* ring;     // stages
+  uint8_t* ring;  // stages: K, V, masks
+  int stage_bytes;
   uint8_t* queries;  // for each unit slot, row_tiles * 16 rows, swizzled
   int query_bytes;   // of a slot
   Control* control;
 
   __device__ __forceinline__ explicit SharedMemory(const Job& job) {
-    extern __shared__ uint8_t bytes[];
-    constexpr uint32_t kAlignment = 1024;  // the swizzle counts rows from there
-    ring = bytes + (kAlignment - shared_address(bytes) % kAlignment) % kAlignment;
-    queries = ring + job.stages * S::kBytes;
+    extern __shared__ __align__(128) uint8_t bytes[];
+    ring = bytes;
+    stage_bytes = S::kBytes + job.masks.bytes;
+    queries = ring + job.stages * stage_bytes;
     query_bytes = job.cut.row_tiles * kTileRows * kHeadSize * 2;
     control = reinterpret_cast<Control*>(queries + kUnitSlots * query_bytes);
   }
-  __device__ __forceinline__ uint32_t stage(int index) const { return shared_address(ring) + index * S::kBytes; }
-  __device__ __forceinline__ float* stage_floats(int index) const { return reinterpret_cast<float*>(ring + index * S::kBytes); }
+  __device__ __forceinline__ uint8_t* stage(int index) const { return ring + index * stage_bytes; }
   __device__ __forceinline__ uint32_t staged_queries(int slot) const { return shared_address(queries) + slot * query_bytes; }
 };
 

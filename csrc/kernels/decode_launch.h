@@ -8,9 +8,9 @@
 namespace onnx_attn::decode {
 
 // The address of a decode kernel. `dtype` is f16 or bf16.
-const void* kernel_64(DType dtype, bool bulk_copies);
-const void* kernel_128(DType dtype, bool bulk_copies);
-const void* kernel_256(DType dtype, bool bulk_copies);
+const void* kernel_64(DType dtype);
+const void* kernel_128(DType dtype);
+const void* kernel_256(DType dtype);
 
 // Runs the decode kernel and, where a row has several chunks, the combine kernel.
 cudaError_t launch(const Problem& problem, const Tuning& tuning, const Device& device, void* workspace, cudaStream_t stream);

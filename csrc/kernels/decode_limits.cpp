@@ -22,21 +22,37 @@ bool has_aligned_rows(const Tensor4& tensor, int64_t batch, int64_t heads, int64
          (heads <= 1 || tensor.head_stride % elements == 0) && (rows <= 1 || tensor.row_stride % elements == 0);
 }
 
-// A tensor map wants strides that grow from something; an expanded axis (stride 0) is left to the ordinary copies.
-bool fits_tensor_map(const Tensor4& tensor, const Problem& problem, int64_t rows) {
-  const auto fits = [](int64_t stride, int64_t extent) { return extent <= 1 || (stride > 0 && stride < (int64_t{1} << 39)); };
-  return rows >= 1 && fits(tensor.batch_stride, problem.batch) && fits(tensor.head_stride, problem.kv_heads) &&
-         fits(tensor.row_stride, rows);
-}
-
 int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
-// Chunks hold 256 KB of keys and values: long enough for the ring to stay full and for partial results (1 % of the bytes
-// read at 4 query rows) not to matter, short enough for one sequence of 8192 keys with 8 heads to occupy 128 SMs. At most 64
-// of them, which the combine kernel reads in one pass; a single one where two would do, since that saves the combine kernel.
+int mask_element_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::boolean: return 1;
+    case DType::f16:
+    case DType::bf16: return 2;
+    case DType::f32:
+    case DType::i32: return 4;
+    default: return 8;
+  }
+}
+
+StagedMask stage_mask(int rows, int keys, DType dtype) {
+  constexpr int kUnit = 16;  // keeps rows aligned; one more leaves room for a first word that is not the row's alone
+  StagedMask staged;
+  staged.rows = rows;
+  staged.element_bytes = mask_element_bytes(dtype);
+  staged.pitch = keys * staged.element_bytes + kUnit;
+  return staged;
+}
+
+// Chunks hold 256 KB of keys and values: long enough for the ring to stay full, short enough for one sequence of 8192 keys with
+// 8 heads to occupy 128 SMs. Up to 16 query rows, a chunk has at least 32 keys for each, so that writing and reading its partial
+// results is at most 1/16 of reading the keys. At most 64 chunks, which the combine kernel reads in one pass; a single one where
+// two would do, since that saves the combine kernel. (H200, 2026-11)
 int choose_chunk_keys(const Problem& problem) {
-  constexpr int64_t kMaxChunks = 64;
+  constexpr int64_t kMaxChunks = 64, kKeysPerRow = 32, kMaxRows = 16;
+  const int64_t rows = problem.q_heads / problem.kv_heads * problem.q_len;
   int64_t keys = 65536 / compiled_head_size(problem);
+  while (keys < kKeysPerRow * (rows < kMaxRows ? rows : kMaxRows)) keys *= 2;
   while (ceil_div(problem.kv_len, keys) > kMaxChunks) keys *= 2;
   if (problem.kv_len <= 2 * keys) keys *= 2;
   return static_cast<int>(keys);
@@ -74,8 +90,6 @@ int compiled_head_size(const Problem& problem) {
   return size <= 64 ? 64 : size <= 128 ? 128 : 256;
 }
 
-int stage_bytes(int compiled_head_size) { return 2 * tile_keys(compiled_head_size) * compiled_head_size * 2; }
-
 Partition partition(const Problem& problem, const Tuning& tuning) {
   Partition cut;
   cut.rows = static_cast<int>(problem.q_heads / problem.kv_heads * problem.q_len);
@@ -91,24 +105,37 @@ Partition partition(const Problem& problem, const Tuning& tuning) {
   return cut;
 }
 
-int64_t shared_bytes(const Problem& problem, const Tuning& tuning) {
-  constexpr int64_t kAlignment = 1024;  // of the swizzled tiles
-  const int head_size = compiled_head_size(problem);
-  const int64_t query_bytes = int64_t{2} * kUnitSlots * partition(problem, tuning).row_tiles * kTileRows * head_size;
-  return kAlignment + int64_t{tuning.stages} * stage_bytes(head_size) + query_bytes + kControlBytes;
+MaskLayout mask_layout(const Problem& problem, const Partition& cut) {
+  const TensorMask& tensor = problem.mask.tensor;
+  const Padding& padding = problem.mask.padding;
+  const int keys = tile_keys(compiled_head_size(problem));
+  const int block_rows = cut.rows < cut.row_tiles * kTileRows ? cut.rows : cut.row_tiles * kTileRows;
+  const bool is_one_query = problem.q_len == 1, is_one_head = problem.q_heads == problem.kv_heads;
+  MaskLayout layout;
+  if (tensor.kind != TensorMask::Kind::none && tensor.key_stride == 1) {
+    const bool is_shared = (is_one_head || tensor.head_stride == 0) && (is_one_query || tensor.query_stride == 0);
+    layout.tensor = stage_mask(is_shared ? 1 : block_rows, keys, tensor.dtype);
+  }
+  if (padding.kind == Padding::Kind::keep && padding.key_stride == 1) {
+    layout.padding = stage_mask(is_one_query || padding.query_stride == 0 ? 1 : block_rows, keys, padding.dtype);
+  }
+  constexpr int kStageUnit = 128;  // of the banks, which the swizzle relies on
+  layout.padding_offset = layout.tensor.rows * layout.tensor.pitch;
+  layout.bytes = static_cast<int>(ceil_div(layout.padding_offset + layout.padding.rows * layout.padding.pitch, kStageUnit)) * kStageUnit;
+  return layout;
 }
 
-bool can_copy_in_bulk(const Problem& problem, const Device& device) {
-  const Tensor4& k = copies_past(problem) ? problem.append.past_k : problem.k;
-  const Tensor4& v = copies_past(problem) ? problem.append.past_v : problem.v;
-  const int64_t rows = copies_past(problem) ? problem.append.past_len : problem.kv_len;
-  return device.capability >= 90 && fits_tensor_map(k, problem, rows) && fits_tensor_map(v, problem, rows);
+int64_t shared_bytes(const Problem& problem, const Tuning& tuning) {
+  const int head_size = compiled_head_size(problem);
+  const Partition cut = partition(problem, tuning);
+  const int64_t stage_bytes = int64_t{4} * tile_keys(head_size) * head_size + mask_layout(problem, cut).bytes;
+  const int64_t query_bytes = int64_t{2} * cut.row_tiles * kTileRows * head_size;
+  return tuning.stages * stage_bytes + kUnitSlots * query_bytes + kControlBytes;
 }
 
 Tuning choose_tuning(const Problem& problem, const Device& device) {
   Tuning tuning;
   tuning.chunk_keys = choose_chunk_keys(problem);
-  tuning.blocks_per_sm = 1;
   tuning.stages = kMaxStages;
   while (tuning.stages > 1 && shared_bytes(problem, tuning) > device.max_shared_memory) --tuning.stages;
   return tuning;
@@ -131,15 +158,17 @@ const char* decode_refusal(const Problem& problem) {
   if (problem.v_dtype != problem.dtype) return "the decode kernel takes V of Q's type only";
   if (problem.compute != DType::f32) return "the decode kernel computes in float32 only";
   if (problem.q_len < 1 || problem.q_len > kMaxQueries) return "the decode kernel takes 1 to 16 query rows";
-  if (problem.head_size % 8 != 0 || problem.head_size > kMaxHeadSize)
+  if (problem.head_size < 8 || problem.head_size % 8 != 0 || problem.head_size > kMaxHeadSize) {
     return "the decode kernel takes head sizes that are multiples of 8 up to 256";
+  }
   if (problem.v_head_size < 8 || problem.v_head_size % 8 != 0 || problem.v_head_size > kMaxHeadSize) {
     return "the decode kernel takes value head sizes that are multiples of 8 up to 256";
   }
   if (problem.score_mode != ScoreMode::none) return "the decode kernel does not write scores";
   if (problem.beams.index) return "the decode kernel does not follow beams";
-  if (!problem.append.active && (problem.k_bias || problem.v_bias))
+  if (!problem.append.active && (problem.k_bias || problem.v_bias)) {
     return "the decode kernel adds a bias to K and V only when it appends them";
+  }
   if (problem.mask.tensor.kind == TensorMask::Kind::bias && problem.mask.tensor.dtype == DType::f64) {
     return "the decode kernel does not read float64 biases";
   }

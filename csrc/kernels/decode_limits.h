@@ -8,10 +8,10 @@ namespace onnx_attn::decode {
 
 inline constexpr int kTileRows = 16;  // query rows of one matrix product
 inline constexpr int kMaxRowTiles = 4;
-inline constexpr int kMaxKeyGroups = 8;         // warps that share 16 query rows
-inline constexpr int kMaxScannedBatch = 1024;   // lengths of more entries are not counted before the work is shared out
-inline constexpr int kUnitSlots = 2;            // units whose queries are in shared memory: the one at hand and the next
-inline constexpr int kControlBytes = 9 * 1024;  // of shared memory, beside the ring and the queries
+inline constexpr int kMaxKeyGroups = 8;          // warps that share 16 query rows
+inline constexpr int kMaxScannedBatch = 1024;    // lengths of more entries are not counted before the work is shared out
+inline constexpr int kUnitSlots = 2;             // units whose queries are in shared memory: the one at hand and the next
+inline constexpr int kControlBytes = 10 * 1024;  // of shared memory, beside the ring and the queries
 
 // The query rows of the heads that share a kv head are one axis of `rows` = group * q_len rows: row = head in group * q_len +
 // query. Blocks of up to row_tiles * 16 of them read the keys together. The keys are cut at multiples of 2^chunk_shift. None of
@@ -29,18 +29,26 @@ struct Partition {
 struct Tuning {
   int chunk_keys = 0;  // a power of two
   int stages = 0;      // of the ring of key and value tiles in shared memory
-  int blocks_per_sm = 0;
-  int box_rows = 64;
-  bool bulk_copies = false;  // tiles come by the copy engine of compute capability 9.0
+};
+
+// Mask elements that come with a tile, row after row. Masks whose keys are not neighbours are not staged.
+struct StagedMask {
+  int rows = 0;  // 0: not staged. 1: the rows of a block share it
+  int element_bytes = 1;
+  int pitch = 0;  // bytes from row to row
+};
+struct MaskLayout {
+  StagedMask tensor, padding;
+  int padding_offset = 0;
+  int bytes = 0;  // of both, in each stage
 };
 
 int compiled_head_size(const Problem& problem);  // 64, 128 or 256; smaller heads are padded with zeros in shared memory
 constexpr int tile_keys(int compiled_head_size) { return compiled_head_size == 64 ? 128 : 64; }  // 16 KB of K or more
-int stage_bytes(int compiled_head_size);
 bool copies_past(const Problem& problem);  // the past rows are stored to `present` as they are read
 
 Partition partition(const Problem& problem, const Tuning& tuning);
-bool can_copy_in_bulk(const Problem& problem, const Device& device);
+MaskLayout mask_layout(const Problem& problem, const Partition& cut);
 Tuning choose_tuning(const Problem& problem, const Device& device);
 int64_t shared_bytes(const Problem& problem, const Tuning& tuning);
 int64_t workspace_bytes(const Problem& problem, const Tuning& tuning);

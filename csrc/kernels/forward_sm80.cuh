@@ -111,7 +111,8 @@ __device__ __forceinline__ void store_output(Output<Shape>& output, const Softma
   float inverse_sum[2 * Shape::kRowTiles];
 #pragma unroll
   for (int r = 0; r < 2 * Shape::kRowTiles; ++r) inverse_sum[r] = softmax.inverse_sum(r);
-  output.for_each([&](float& value, int row, int) { value *= inverse_sum[row]; });
+  // A row without keys may have added 0 * NaN from values that it must not see.
+  output.for_each([&](float& value, int row, int) { value = inverse_sum[row] == 0.0f ? 0.0f : value * inverse_sum[row]; });
   if (problem.v_bias && !problem.append.active) {
     const Element* bias = static_cast<const Element*>(problem.v_bias) + work.kv_head * problem.v_head_size;
     output.for_each([&](float& value, int row, int column) {

@@ -5,13 +5,11 @@ namespace onnx_attn::forward_sm90_kernel {
 
 using LargeShape = TileShape<128, 128, 176, 2, true>;
 using PlainShape = TileShape<128, 128, 128, 2, false>;
-using CapShape = TileShape<128, 128, 128, 2, false>;
 using MaskShape = TileShape<128, 128, 96, 2, false>;
 
 template <class Element, int kHeadSize, int kValueSize>
 cudaError_t launch(const ForwardParams& params, const LaunchSite& site) {
-  return site.tuning.large_tile ? launch_by_work<Element, LargeShape, CapShape, MaskShape>(params, site)
-                                : launch_by_work<Element, PlainShape, CapShape, MaskShape>(params, site);
+  return launch_by_work<Element, LargeShape, PlainShape, MaskShape>(params, site);
 }
 
 template cudaError_t launch<__half, 128, 128>(const ForwardParams&, const LaunchSite&);

@@ -4,12 +4,11 @@
 namespace onnx_attn::forward_sm90_kernel {
 
 using PlainShape = TileShape<192, 192, 112, 2, true>;
-using CapShape = TileShape<192, 192, 96, 2, false>;
 using MaskShape = TileShape<192, 192, 64, 2, false>;
 
 template <class Element, int kHeadSize, int kValueSize>
 cudaError_t launch(const ForwardParams& params, const LaunchSite& site) {
-  return launch_by_work<Element, PlainShape, CapShape, MaskShape>(params, site);
+  return launch_by_work<Element, PlainShape, PlainShape, MaskShape>(params, site);
 }
 
 template cudaError_t launch<__half, 192, 192>(const ForwardParams&, const LaunchSite&);

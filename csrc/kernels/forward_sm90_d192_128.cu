@@ -4,12 +4,11 @@
 namespace onnx_attn::forward_sm90_kernel {
 
 using PlainShape = TileShape<192, 128, 128, 2, false>;
-using CapShape = TileShape<192, 128, 128, 2, false>;
 using MaskShape = TileShape<192, 128, 80, 2, false>;
 
 template <class Element, int kHeadSize, int kValueSize>
 cudaError_t launch(const ForwardParams& params, const LaunchSite& site) {
-  return launch_by_work<Element, PlainShape, CapShape, MaskShape>(params, site);
+  return launch_by_work<Element, PlainShape, PlainShape, MaskShape>(params, site);
 }
 
 template cudaError_t launch<__half, 192, 128>(const ForwardParams&, const LaunchSite&);

@@ -5,13 +5,11 @@ namespace onnx_attn::forward_sm90_kernel {
 
 using LargeShape = TileShape<64, 64, 128, 3, false>;
 using PlainShape = TileShape<64, 64, 128, 2, false>;
-using CapShape = TileShape<64, 64, 128, 2, false>;
 using MaskShape = TileShape<64, 64, 112, 2, false>;
 
 template <class Element, int kHeadSize, int kValueSize>
 cudaError_t launch(const ForwardParams& params, const LaunchSite& site) {
-  return site.tuning.large_tile ? launch_by_work<Element, LargeShape, CapShape, MaskShape>(params, site)
-                                : launch_by_work<Element, PlainShape, CapShape, MaskShape>(params, site);
+  return launch_by_work<Element, LargeShape, PlainShape, MaskShape>(params, site);
 }
 
 template cudaError_t launch<__half, 64, 64>(const ForwardParams&, const LaunchSite&);

@@ -46,12 +46,13 @@ cudaError_t launch_shape(ForwardParams params, const LaunchSite& site) {
   return cudaGetLastError();
 }
 
-template <class Element, class PlainShape, class CapShape, class MaskShape>
+template <class Element, class LargeShape, class PlainShape, class MaskShape>
 cudaError_t launch_by_work(const ForwardParams& params, const LaunchSite& site) {
   const bool has_masks = params.mask_access != MaskAccess::none || params.problem.mask.padding.kind != Padding::Kind::none;
   if (has_masks || params.transform.form == ScoreForm::scaled) return launch_shape<Element, MaskShape, ScoreWork::masks>(params, site);
-  if (params.transform.form == ScoreForm::capped) return launch_shape<Element, CapShape, ScoreWork::cap>(params, site);
-  return launch_shape<Element, PlainShape, ScoreWork::none>(params, site);
+  if (params.transform.form == ScoreForm::capped) return launch_shape<Element, PlainShape, ScoreWork::cap>(params, site);
+  return site.tuning.large_tile ? launch_shape<Element, LargeShape, ScoreWork::none>(params, site)
+                                : launch_shape<Element, PlainShape, ScoreWork::none>(params, site);
 }
 
 }  // namespace onnx_attn::forward_sm90_kernel

@@ -18,8 +18,10 @@ struct ScoreTransform {
   ScoreForm form = ScoreForm::raw;
   float unit = 1;   // > 0
   float scale = 1;  // scaled: score *= scale
-  float slope = 0;  // capped: score = cap * tanh(score * slope)
-  float cap = 0;
+  // capped: score = cap * tanh(score * scale / softcap), which is cap - 2 * cap / (1 + 2^(score * exponent)), and to 3e-6 the
+  // polynomial with coefficients `odd` of the 1st, 3rd, 5th and 7th power where |score| <= small.
+  float cap = 0, exponent = 0;
+  float odd[4] = {}, small = 0;
 };
 
 // How a tensor mask is read.

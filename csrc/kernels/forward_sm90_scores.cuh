@@ -49,13 +49,15 @@ struct KeyLimits {
 
 // cap * tanh(score * slope). tanh.approx would be off by up to cap / 2000, and the exact form takes two of the slow functions
 // for each score; where all of a warp's scores are small, as they usually are, a polynomial is as good and faster. Scores that do
-// not count must not have a say in that, or bits would depend on what lies past the keys.
+// not count must not have a say in that, or bits would depend on what lies past the keys. With large heads products take so long
+// that the exact form costs nothing, and registers are scarce.
 template <class Shape, bool kAtEdge>
 __device__ __forceinline__ void cap_scores(Scores<Shape>& scores, const ScoreTransform& transform, const KeyLimits& limits, int first_key) {
-  if constexpr (kAtEdge) limits.replace_others<Shape>(scores, first_key, 0.0f);
+  constexpr bool kHasPolynomial = Shape::kHeadSize + Shape::kValueSize <= 256;
+  if constexpr (kHasPolynomial && kAtEdge) limits.replace_others<Shape>(scores, first_key, 0.0f);
   float largest = 0;
-  scores.for_each([&](float& score, int, int) { largest = fmaxf(largest, fabsf(score)); });
-  if (__all_sync(~0u, largest <= transform.small)) {
+  if (kHasPolynomial) scores.for_each([&](float& score, int, int) { largest = fmaxf(largest, fabsf(score)); });
+  if (kHasPolynomial && __all_sync(~0u, largest <= transform.small)) {
     const float c1 = transform.odd[0], c3 = transform.odd[1], c5 = transform.odd[2], c7 = transform.odd[3];
     scores.for_each([&](float& score, int, int) {
       const float square = score * score;
