@@ -10,9 +10,9 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 BUILT := build/.built
 
 $(BUILT): $(SOURCES) $(call stamp_for,$(BUILD_PYTHON),build)
-	@echo "==> building torch_onnx_attn/_C.abi3.so (CPU kernels, and CUDA kernels where nvcc is found)"
+	@echo "==> building torch_onnx_attn/_C.abi3.so: CPU kernels, and CUDA kernels where nvcc is found (some minutes; a dot every 2 s)"
 	@mkdir -p build
-	$(BUILD_PYTHON) setup.py -q build_ext --inplace > build/build.log 2>&1 & pid=$$!; \
+	@$(BUILD_PYTHON) setup.py -q build_ext --inplace > build/build.log 2>&1 & pid=$$!; \
 	  while kill -0 $$pid 2>/dev/null; do sleep 2; printf '.'; done; printf '\n'; \
 	  wait $$pid || { tail -n 40 build/build.log; echo "the build failed; the whole log is build/build.log"; exit 1; }
 	@touch $@

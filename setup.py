@@ -133,6 +133,8 @@ link = ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-Wl,--exclude-libs,
 if CUDA_HOME:
     built = sorted({name.split("+")[0].rstrip("a").replace(".", "") for source in CUDA_SOURCES for name in architectures_of(source)})
     definitions += ["-DONNX_ATTN_WITH_CUDA", f"-DONNX_ATTN_CUDA_ARCHITECTURES={','.join(built)}"]
+    if not any("sm90" in source.stem and architectures_of(source) for source in CUDA_SOURCES):
+        definitions.append("-DONNX_ATTN_WITHOUT_SM90")
     library = CUDA_HOME / ("lib64" if (CUDA_HOME / "lib64").exists() else "lib")
     link += [f"-L{library}", "-l:libcudart_static.a", "-lrt", "-lpthread", "-ldl"]
 

@@ -44,7 +44,8 @@ void check_attributes(const AttentionAttributes& attributes) {
 
 // Heads and head size of a 3-D tensor, whose last axis holds all heads.
 int64_t columns_per_head(const Tensor& tensor, const char* name, int64_t heads, const char* heads_name) {
-  ONNX_ATTN_CHECK(heads > 0, heads_name, ": is ", heads, "; a 3-D ", name, " of shape ", shape_text(tensor), " needs a positive head count");
+  ONNX_ATTN_CHECK(heads > 0, heads_name, ": is ", heads, "; a 3-D ", name, " of shape ", shape_text(tensor),
+                  " needs a positive head count");
   ONNX_ATTN_CHECK(tensor.size(2) % heads == 0, name, ": last axis is ", tensor.size(2), ", which is not a multiple of ", heads_name, " = ",
                   heads);
   return tensor.size(2) / heads;
@@ -138,8 +139,8 @@ void check_past(const Problem& problem, const Tensor& past, const char* name, co
   check_same_device(past, name, Q, "Q");
   check_same_dtype(past, name, incoming, incoming_name);
   const bool fits = past.dim() == 4 && past.size(0) == problem.batch && past.size(1) == problem.kv_heads && past.size(3) == columns;
-  ONNX_ATTN_CHECK(fits, name, ": has shape ", shape_text(past), "; it must be [batch, kv_heads, past_len, head_size] = [", problem.batch, ", ",
-                  problem.kv_heads, ", past_len, ", columns, "]");
+  ONNX_ATTN_CHECK(fits, name, ": has shape ", shape_text(past), "; it must be [batch, kv_heads, past_len, head_size] = [", problem.batch,
+                  ", ", problem.kv_heads, ", past_len, ", columns, "]");
 }
 
 struct Outputs {
@@ -267,9 +268,10 @@ void describe_attn_mask(Problem& problem, OptionalTensor& mask, const Tensor& Q)
                   "; allowed are bool (true keeps), floating and integer types (added to the scores)");
   check_same_device(*mask, "attn_mask", Q, "Q");
   const int64_t rank = mask->dim();
-  ONNX_ATTN_CHECK(1 <= rank && rank <= 4, "attn_mask: has rank ", rank, "; it must have 1 to 4 axes, aligned right to [batch, q_heads, q_len, kv_len]");
-  ONNX_ATTN_CHECK(mask->size(rank - 1) <= problem.kv_len, "attn_mask: last axis is ", mask->size(rank - 1), ", but there are ", problem.kv_len,
-                  " keys; it may be shorter (the rest is not allowed), never longer");
+  ONNX_ATTN_CHECK(1 <= rank && rank <= 4, "attn_mask: has rank ", rank,
+                  "; it must have 1 to 4 axes, aligned right to [batch, q_heads, q_len, kv_len]");
+  ONNX_ATTN_CHECK(mask->size(rank - 1) <= problem.kv_len, "attn_mask: last axis is ", mask->size(rank - 1), ", but there are ",
+                  problem.kv_len, " keys; it may be shorter (the rest is not allowed), never longer");
   if (is_integer(type)) mask = integers_as_bias(*mask, problem.compute == DType::f64 ? ScalarType::Double : ScalarType::Float);
 
   TensorMask& tensor = problem.mask.tensor;
@@ -296,8 +298,8 @@ Tensor allocate_output(Problem& problem, const Tensor& Q) {
 
 // ---------------------------------------------------------------------------------------------- overloads
 
-#define ATTRIBUTE_PARAMETERS                                                                                              \
-  bool is_causal, int64_t q_num_heads, int64_t kv_num_heads, std::optional<double> scale, double softcap,                  \
+#define ATTRIBUTE_PARAMETERS                                                                              \
+  bool is_causal, int64_t q_num_heads, int64_t kv_num_heads, std::optional<double> scale, double softcap, \
       std::optional<int64_t> softmax_precision, int64_t left_window_size, int64_t right_window_size
 #define ATTRIBUTES \
   AttentionAttributes { is_causal, q_num_heads, kv_num_heads, scale, softcap, softmax_precision, left_window_size, right_window_size }
@@ -324,10 +326,10 @@ std::tuple<Tensor, Tensor> attention_qk(const Tensor& Q, const Tensor& K, const 
   return {outputs.Y, *outputs.scores};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_kv_qk(const Tensor& Q, const Tensor& K, const Tensor& V, const OptionalTensor& attn_mask,
-                                                           const Tensor& past_key, const OptionalTensor& past_value,
-                                                           const OptionalTensor& nonpad_kv_seqlen, int64_t qk_matmul_output_mode,
-                                                           ATTRIBUTE_PARAMETERS) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_kv_qk(const Tensor& Q, const Tensor& K, const Tensor& V,
+                                                           const OptionalTensor& attn_mask, const Tensor& past_key,
+                                                           const OptionalTensor& past_value, const OptionalTensor& nonpad_kv_seqlen,
+                                                           int64_t qk_matmul_output_mode, ATTRIBUTE_PARAMETERS) {
   Outputs outputs = attend(Q, K, V, attn_mask, nonpad_kv_seqlen, Request{past_key, past_value, true, qk_matmul_output_mode}, ATTRIBUTES);
   return {outputs.Y, *outputs.present_key, *outputs.present_value, *outputs.scores};
 }
@@ -351,7 +353,8 @@ Tensor attention_cached(Tensor Q, Tensor K, Tensor V, const Tensor& key_cache, c
   check_past(problem, value_cache, "value_cache", V, "V", problem.v_head_size, Q);
   const int64_t capacity = key_cache.size(2);
   ONNX_ATTN_CHECK(value_cache.size(2) == capacity, "value_cache: has ", value_cache.size(2), " rows, but key_cache has ", capacity);
-  ONNX_ATTN_CHECK(problem.head_size == 1 || key_cache.stride(3) == 1, "key_cache: last axis has stride ", key_cache.stride(3), "; it must be 1");
+  ONNX_ATTN_CHECK(problem.head_size == 1 || key_cache.stride(3) == 1, "key_cache: last axis has stride ", key_cache.stride(3),
+                  "; it must be 1");
   ONNX_ATTN_CHECK(problem.v_head_size == 1 || value_cache.stride(3) == 1, "value_cache: last axis has stride ", value_cache.stride(3),
                   "; it must be 1");
   check_writable(key_cache, "key_cache");
@@ -360,8 +363,8 @@ Tensor attention_cached(Tensor Q, Tensor K, Tensor V, const Tensor& key_cache, c
   check_same_device(cache_lengths, "cache_lengths", Q, "Q");
   ONNX_ATTN_CHECK(cache_lengths.scalar_type() == ScalarType::Long || cache_lengths.scalar_type() == ScalarType::Int,
                   "cache_lengths: has dtype ", dtype_name(cache_lengths.scalar_type()), "; it must be int64 or int32");
-  ONNX_ATTN_CHECK(cache_lengths.dim() == 1 && cache_lengths.size(0) == problem.batch, "cache_lengths: has shape ", shape_text(cache_lengths),
-                  "; it must be [batch] = [", problem.batch, "]");
+  ONNX_ATTN_CHECK(cache_lengths.dim() == 1 && cache_lengths.size(0) == problem.batch, "cache_lengths: has shape ",
+                  shape_text(cache_lengths), "; it must be [batch] = [", problem.batch, "]");
   const int64_t new_len = problem.kv_len;
   ONNX_ATTN_CHECK(new_len <= capacity, "K: has ", new_len, " rows, but the caches hold only ", capacity);
   if (cache_lengths.is_cpu()) {

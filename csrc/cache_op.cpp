@@ -36,8 +36,8 @@ int bytes_of(const Tensor& tensor, const char* name) {
 Scatter describe_scatter(const Tensor& cache, const char* cache_name, const Tensor& update, OptionalTensor& write_indices, int64_t axis,
                          bool circular) {
   const int64_t rank = cache.dim();
-  ONNX_ATTN_CHECK(2 <= rank && rank <= kMaxScatterRank, cache_name, ": has shape ", shape_text(cache), "; it must have 2 to ", kMaxScatterRank,
-                  " axes, the first being the batch");
+  ONNX_ATTN_CHECK(2 <= rank && rank <= kMaxScatterRank, cache_name, ": has shape ", shape_text(cache), "; it must have 2 to ",
+                  kMaxScatterRank, " axes, the first being the batch");
   ONNX_ATTN_CHECK(-rank <= axis && axis < rank && axis != 0 && axis != -rank, "axis: is ", axis, "; it must name an axis of ", cache_name,
                   " ", shape_text(cache), " other than the batch axis 0");
   const int64_t positive_axis = axis < 0 ? axis + rank : axis;
@@ -105,9 +105,12 @@ Tensor valid_kv_length(const Tensor& attn_mask) {
   ONNX_ATTN_CHECK(type == ScalarType::Bool || is_floating(type), "attn_mask: has dtype ", dtype_name(type),
                   "; allowed are bool (true keeps) and floating types (above -1000 keeps)");
   const int64_t rank = attn_mask.dim();
-  ONNX_ATTN_CHECK(1 <= rank && rank <= 4, "attn_mask: has rank ", rank, "; it must have 1 to 4 axes, aligned right to [batch, q_heads, q_len, kv_len]");
+  ONNX_ATTN_CHECK(1 <= rank && rank <= 4, "attn_mask: has rank ", rank,
+                  "; it must have 1 to 4 axes, aligned right to [batch, q_heads, q_len, kv_len]");
   const auto size = [&](int64_t from_right) { return from_right < rank ? attn_mask.size(rank - 1 - from_right) : 1; };
-  const auto stride = [&](int64_t from_right) { return from_right < rank && size(from_right) > 1 ? attn_mask.stride(rank - 1 - from_right) : 0; };
+  const auto stride = [&](int64_t from_right) {
+    return from_right < rank && size(from_right) > 1 ? attn_mask.stride(rank - 1 - from_right) : 0;
+  };
 
   const DeviceScope scope(attn_mask);
   ValidLength problem;

@@ -49,14 +49,16 @@ Layout find_layout(const Inputs& inputs) {
   }
   ONNX_ATTN_CHECK(query_rank == 3, "query: has shape ", shape_text(inputs.query),
                   "; it must be [batch, q_len, hidden] or packed [batch, q_len, num_heads, 3, head_size]");
-  ONNX_ATTN_CHECK(inputs.key.has_value(), "key: is missing; only a packed 5-D query goes without, this one has shape ", shape_text(inputs.query));
+  ONNX_ATTN_CHECK(inputs.key.has_value(), "key: is missing; only a packed 5-D query goes without, this one has shape ",
+                  shape_text(inputs.query));
   const int64_t key_rank = inputs.key->dim();
   if (key_rank == 5) {
     ONNX_ATTN_CHECK(!inputs.value, "value: must be absent with a packed 5-D key of shape ", shape_text(*inputs.key));
     return Layout::packed_kv;
   }
-  ONNX_ATTN_CHECK(key_rank == 3 || key_rank == 4, "key: has shape ", shape_text(*inputs.key),
-                  "; it must be [batch, kv_len, hidden], [batch, num_heads, kv_len, head_size] or packed [batch, kv_len, num_heads, 2, head_size]");
+  ONNX_ATTN_CHECK(
+      key_rank == 3 || key_rank == 4, "key: has shape ", shape_text(*inputs.key),
+      "; it must be [batch, kv_len, hidden], [batch, num_heads, kv_len, head_size] or packed [batch, kv_len, num_heads, 2, head_size]");
   ONNX_ATTN_CHECK(inputs.value.has_value(), "value: is missing; it must be given with a key of shape ", shape_text(*inputs.key));
   ONNX_ATTN_CHECK(inputs.value->dim() == key_rank, "value: has shape ", shape_text(*inputs.value), "; it must be ", key_rank,
                   "-D like key of shape ", shape_text(*inputs.key));
@@ -72,12 +74,13 @@ Tensor4 view_packed(const Tensor& packed, int64_t index) {
 
 void check_packed(const Tensor& packed, const char* name, int64_t batch, int64_t num_heads, int64_t components, int64_t head_size) {
   const bool fits = packed.size(0) == batch && packed.size(2) == num_heads && packed.size(3) == components && packed.size(4) == head_size;
-  ONNX_ATTN_CHECK(fits, name, ": has shape ", shape_text(packed), "; packed it must be [batch, rows, num_heads, ", components, ", head_size] = [",
-                  batch, ", rows, ", num_heads, ", ", components, ", ", head_size, "]");
+  ONNX_ATTN_CHECK(fits, name, ": has shape ", shape_text(packed), "; packed it must be [batch, rows, num_heads, ", components,
+                  ", head_size] = [", batch, ", rows, ", num_heads, ", ", components, ", ", head_size, "]");
 }
 
 int64_t split_hidden(const Tensor& tensor, const char* name, int64_t num_heads) {
-  ONNX_ATTN_CHECK(tensor.size(2) % num_heads == 0, name, ": last axis is ", tensor.size(2), ", which is not a multiple of num_heads = ", num_heads);
+  ONNX_ATTN_CHECK(tensor.size(2) % num_heads == 0, name, ": last axis is ", tensor.size(2),
+                  ", which is not a multiple of num_heads = ", num_heads);
   return tensor.size(2) / num_heads;
 }
 
@@ -110,8 +113,8 @@ void describe_bnsh_keys(Problem& problem, Inputs& inputs, const MhaAttributes& a
 void describe_inputs(Problem& problem, Inputs& inputs, Layout layout, const MhaAttributes& attributes) {
   Tensor& query = inputs.query;
   const ScalarType type = query.scalar_type();
-  ONNX_ATTN_CHECK(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16, "query: has dtype ", dtype_name(type),
-                  "; com.microsoft::MultiHeadAttention allows float32, float16 and bfloat16 (float64: use attention)");
+  ONNX_ATTN_CHECK(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16, "query: has dtype ",
+                  dtype_name(type), "; com.microsoft::MultiHeadAttention allows float32, float16 and bfloat16 (float64: use attention)");
   if (inputs.key) check_like_query(*inputs.key, "key", query);
   if (inputs.value) check_like_query(*inputs.value, "value", query);
   check_attributes(attributes);
@@ -184,8 +187,8 @@ struct KeyWidths {
 void describe_padding(Problem& problem, OptionalTensor& mask, const KeyWidths& widths, double filter, const Tensor& query) {
   if (!mask) return;
   const ScalarType type = mask->scalar_type();
-  ONNX_ATTN_CHECK(type == ScalarType::Int || type == ScalarType::Long || type == ScalarType::Bool, "key_padding_mask: has dtype ", dtype_name(type),
-                  "; allowed are int32, int64 and bool");
+  ONNX_ATTN_CHECK(type == ScalarType::Int || type == ScalarType::Long || type == ScalarType::Bool, "key_padding_mask: has dtype ",
+                  dtype_name(type), "; allowed are int32, int64 and bool");
   check_same_device(*mask, "key_padding_mask", query, "query");
   Padding& padding = problem.mask.padding;
   padding.dtype = dtype_of(*mask);
@@ -193,12 +196,14 @@ void describe_padding(Problem& problem, OptionalTensor& mask, const KeyWidths& w
   const int64_t batch = problem.batch;
   if (mask->dim() == 1 && (mask->size(0) == batch || mask->size(0) == 3 * batch + 2)) {
     // [B] holds key lengths; of [3B + 2] only the first B numbers act, as in ONNX Runtime's CPU kernel.
-    ONNX_ATTN_CHECK(type != ScalarType::Bool, "key_padding_mask: has dtype bool in shape ", shape_text(*mask), "; lengths must be int32 or int64");
+    ONNX_ATTN_CHECK(type != ScalarType::Bool, "key_padding_mask: has dtype bool in shape ", shape_text(*mask),
+                    "; lengths must be int32 or int64");
     padding.kind = Padding::Kind::lengths;
     padding.batch_stride = mask->stride(0);
   } else {
     const int64_t rank = mask->dim();
-    const bool fits = (rank == 2 || (rank == 3 && mask->size(1) == problem.q_len)) && mask->size(0) == batch && widths.contains(mask->size(rank - 1));
+    const bool fits =
+        (rank == 2 || (rank == 3 && mask->size(1) == problem.q_len)) && mask->size(0) == batch && widths.contains(mask->size(rank - 1));
     ONNX_ATTN_CHECK(fits, "key_padding_mask: has shape ", shape_text(*mask), "; with batch ", batch, ", ", problem.q_len, " queries and ",
                     widths.text(), " keys (past included) it must be [batch], [3 * batch + 2], [batch, keys] or [batch, queries, keys]");
     padding.kind = Padding::Kind::keep;
@@ -214,9 +219,10 @@ void describe_attention_bias(Problem& problem, const OptionalTensor& bias, const
   if (!bias) return;
   check_like_query(*bias, "attention_bias", query);
   const bool fits = bias->dim() == 4 && (bias->size(0) == problem.batch || bias->size(0) == 1) &&
-                    (bias->size(1) == problem.q_heads || bias->size(1) == 1) && bias->size(2) == problem.q_len && widths.contains(bias->size(3));
-  ONNX_ATTN_CHECK(fits, "attention_bias: has shape ", shape_text(*bias), "; it must be [", problem.batch, " or 1, ", problem.q_heads, " or 1, ",
-                  problem.q_len, ", ", widths.text(), "]");
+                    (bias->size(1) == problem.q_heads || bias->size(1) == 1) && bias->size(2) == problem.q_len &&
+                    widths.contains(bias->size(3));
+  ONNX_ATTN_CHECK(fits, "attention_bias: has shape ", shape_text(*bias), "; it must be [", problem.batch, " or 1, ", problem.q_heads,
+                  " or 1, ", problem.q_len, ", ", widths.text(), "]");
   TensorMask& tensor = problem.mask.tensor;
   tensor.kind = TensorMask::Kind::bias;
   tensor.dtype = dtype_of(*bias);
@@ -230,9 +236,10 @@ void describe_attention_bias(Problem& problem, const OptionalTensor& bias, const
 
 void check_cache(const Problem& problem, const Tensor& cache, const char* name, const Tensor& query) {
   check_like_query(cache, name, query);
-  const bool fits = cache.dim() == 4 && cache.size(0) == problem.batch && cache.size(1) == problem.kv_heads && cache.size(3) == problem.head_size;
-  ONNX_ATTN_CHECK(fits, name, ": has shape ", shape_text(cache), "; it must be [batch, num_heads, past_len, head_size] = [", problem.batch, ", ",
-                  problem.kv_heads, ", past_len, ", problem.head_size, "]");
+  const bool fits =
+      cache.dim() == 4 && cache.size(0) == problem.batch && cache.size(1) == problem.kv_heads && cache.size(3) == problem.head_size;
+  ONNX_ATTN_CHECK(fits, name, ": has shape ", shape_text(cache), "; it must be [batch, num_heads, past_len, head_size] = [", problem.batch,
+                  ", ", problem.kv_heads, ", past_len, ", problem.head_size, "]");
 }
 
 void check_caches(const Problem& problem, Layout layout, const Tensor& past_key, const OptionalTensor& past_value, const Tensor& query) {
@@ -240,7 +247,8 @@ void check_caches(const Problem& problem, Layout layout, const Tensor& past_key,
   ONNX_ATTN_CHECK(layout != Layout::packed_qkv && layout != Layout::packed_kv, "past_key: cannot be combined with a packed query or key");
   check_cache(problem, past_key, "past_key", query);
   check_cache(problem, *past_value, "past_value", query);
-  ONNX_ATTN_CHECK(past_value->size(2) == past_key.size(2), "past_value: has ", past_value->size(2), " rows, but past_key has ", past_key.size(2));
+  ONNX_ATTN_CHECK(past_value->size(2) == past_key.size(2), "past_value: has ", past_value->size(2), " rows, but past_key has ",
+                  past_key.size(2));
   ONNX_ATTN_CHECK(problem.v_head_size == problem.head_size, "value: has head size ", problem.v_head_size,
                   "; with past_value it must be that of query, ", problem.head_size);
 }
@@ -322,25 +330,27 @@ void check_past_sequence_length(const Tensor& length, int64_t new_len, int64_t c
   const int64_t past = count_at(length, 0);
   ONNX_ATTN_CHECK(0 <= past && past < capacity, "past_sequence_length: is ", past, "; it must be in [0, ", capacity,
                   "), the rows of past_key");
-  ONNX_ATTN_CHECK(past + new_len <= capacity, "past_sequence_length: is ", past, "; with ", new_len, " new rows that is more than the ", capacity,
-                  " rows of past_key");
+  ONNX_ATTN_CHECK(past + new_len <= capacity, "past_sequence_length: is ", past, "; with ", new_len, " new rows that is more than the ",
+                  capacity, " rows of past_key");
 }
 
 // Beams act only where ONNX Runtime lets them: on single-token steps with separate keys and no mask but a 2-D one. Else they are
 // checked and ignored.
-void describe_beams(Problem& problem, OptionalTensor& indirection, const Inputs& inputs, Layout layout, const Lengths& past, const Tensor& past_length) {
+void describe_beams(Problem& problem, OptionalTensor& indirection, const Inputs& inputs, Layout layout, const Lengths& past,
+                    const Tensor& past_length) {
   if (!indirection) return;
   const int64_t capacity = problem.kv_len;
   ONNX_ATTN_CHECK(indirection->scalar_type() == ScalarType::Int || indirection->scalar_type() == ScalarType::Long,
                   "cache_indirection: has dtype ", dtype_name(indirection->scalar_type()), "; it must be int32 or int64");
   check_same_device(*indirection, "cache_indirection", inputs.query, "query");
-  const bool fits = indirection->dim() == 3 && indirection->size(0) * indirection->size(1) == problem.batch && indirection->size(2) == capacity;
-  ONNX_ATTN_CHECK(fits, "cache_indirection: has shape ", shape_text(*indirection), "; it must be [batch / beams, beams, capacity] with batch ",
-                  problem.batch, " and capacity ", capacity);
+  const bool fits =
+      indirection->dim() == 3 && indirection->size(0) * indirection->size(1) == problem.batch && indirection->size(2) == capacity;
+  ONNX_ATTN_CHECK(fits, "cache_indirection: has shape ", shape_text(*indirection),
+                  "; it must be [batch / beams, beams, capacity] with batch ", problem.batch, " and capacity ", capacity);
   const bool acts = problem.q_len == 1 && layout == Layout::separate && (!inputs.key_padding_mask || inputs.key_padding_mask->dim() == 2);
   if (!acts || problem.batch == 0) return;
-  ONNX_ATTN_CHECK(problem.append.new_len == 1, "cache_indirection: needs one new key with its one query, but key has ", problem.append.new_len,
-                  " rows");
+  ONNX_ATTN_CHECK(problem.append.new_len == 1, "cache_indirection: needs one new key with its one query, but key has ",
+                  problem.append.new_len, " rows");
   indirection = torch::stable::contiguous(torch::stable::to(*indirection, ScalarType::Int));
   Beams& beams = problem.beams;
   beams.index = static_cast<const int32_t*>(indirection->const_data_ptr());
@@ -351,8 +361,8 @@ void describe_beams(Problem& problem, OptionalTensor& indirection, const Inputs&
   for (int64_t entry = 0; entry < problem.batch; ++entry) {
     for (int64_t row = 0; row < count_at(past_length, 0); ++row) {
       const int64_t beam = beams.index[entry * capacity + row];
-      ONNX_ATTN_CHECK(0 <= beam && beam < beams.width, "cache_indirection: entry ", entry, ", row ", row, " is ", beam, "; it must be in [0, ",
-                      beams.width, ")");
+      ONNX_ATTN_CHECK(0 <= beam && beam < beams.width, "cache_indirection: entry ", entry, ", row ", row, " is ", beam,
+                      "; it must be in [0, ", beams.width, ")");
     }
   }
 }
@@ -365,8 +375,10 @@ Tensor attend_shared(Inputs inputs, const Tensor& past_key, const Tensor& past_v
   describe_inputs(problem, inputs, layout, attributes);
   describe_bias(problem, inputs.bias, layout, inputs.query);
   check_caches(problem, layout, past_key, past_value, inputs.query);
-  ONNX_ATTN_CHECK(problem.head_size == 1 || past_key.stride(3) == 1, "past_key: last axis has stride ", past_key.stride(3), "; it must be 1");
-  ONNX_ATTN_CHECK(problem.head_size == 1 || past_value.stride(3) == 1, "past_value: last axis has stride ", past_value.stride(3), "; it must be 1");
+  ONNX_ATTN_CHECK(problem.head_size == 1 || past_key.stride(3) == 1, "past_key: last axis has stride ", past_key.stride(3),
+                  "; it must be 1");
+  ONNX_ATTN_CHECK(problem.head_size == 1 || past_value.stride(3) == 1, "past_value: last axis has stride ", past_value.stride(3),
+                  "; it must be 1");
   check_writable(past_key, "past_key");
   check_writable(past_value, "past_value");
   check_no_overlap(past_key, "past_key", past_value, "past_value");
@@ -390,8 +402,8 @@ Tensor attend_shared(Inputs inputs, const Tensor& past_key, const Tensor& past_v
 
 // ---------------------------------------------------------------------------------------------- overloads
 
-#define INPUT_PARAMETERS                                                                                              \
-  const Tensor &query, const OptionalTensor &key, const OptionalTensor &value, const OptionalTensor &bias,             \
+#define INPUT_PARAMETERS                                                                                   \
+  const Tensor &query, const OptionalTensor &key, const OptionalTensor &value, const OptionalTensor &bias, \
       const OptionalTensor &key_padding_mask, const OptionalTensor &attention_bias
 #define INPUTS \
   Inputs { query, key, value, bias, key_padding_mask, attention_bias }
@@ -405,7 +417,8 @@ void check_output_qk(bool output_qk) {
 
 Tensor mha(INPUT_PARAMETERS, ATTRIBUTE_PARAMETERS) { return attend(INPUTS, Request{}, ATTRIBUTES).output; }
 
-std::tuple<Tensor, Tensor, Tensor> mha_kv(INPUT_PARAMETERS, const Tensor& past_key, const OptionalTensor& past_value, ATTRIBUTE_PARAMETERS) {
+std::tuple<Tensor, Tensor, Tensor> mha_kv(INPUT_PARAMETERS, const Tensor& past_key, const OptionalTensor& past_value,
+                                          ATTRIBUTE_PARAMETERS) {
   Outputs outputs = attend(INPUTS, Request{past_key, past_value, true, false}, ATTRIBUTES);
   return {outputs.output, *outputs.present_key, *outputs.present_value};
 }
@@ -418,8 +431,8 @@ std::tuple<Tensor, Tensor> mha_qk(INPUT_PARAMETERS, bool output_qk, ATTRIBUTE_PA
   return {outputs.output, *outputs.qk};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> mha_kv_qk(INPUT_PARAMETERS, const Tensor& past_key, const OptionalTensor& past_value, bool output_qk,
-                                                     ATTRIBUTE_PARAMETERS) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> mha_kv_qk(INPUT_PARAMETERS, const Tensor& past_key, const OptionalTensor& past_value,
+                                                     bool output_qk, ATTRIBUTE_PARAMETERS) {
   check_output_qk(output_qk);
   Outputs outputs = attend(INPUTS, Request{past_key, past_value, true, true}, ATTRIBUTES);
   return {outputs.output, *outputs.present_key, *outputs.present_value, *outputs.qk};

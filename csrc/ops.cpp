@@ -2,14 +2,14 @@
 #include <torch/csrc/stable/library.h>
 
 // Attributes of ai.onnx::Attention, in ONNX's names. q_num_heads and kv_num_heads are needed for 3-D inputs only (0 = not given).
-#define ATTENTION_ATTRIBUTES                                                                                             \
-  "bool is_causal=False, int q_num_heads=0, int kv_num_heads=0, float? scale=None, float softcap=0.0, "                   \
+#define ATTENTION_ATTRIBUTES                                                                            \
+  "bool is_causal=False, int q_num_heads=0, int kv_num_heads=0, float? scale=None, float softcap=0.0, " \
   "int? softmax_precision=None, int left_window_size=-1, int right_window_size=-1"
 #define ATTENTION_INPUTS "Tensor Q, Tensor K, Tensor V, Tensor? attn_mask=None, *, "
 
 // Attributes of com.microsoft::MultiHeadAttention.
 #define MHA_ATTRIBUTES "int num_heads, float scale=0.0, float mask_filter_value=-10000.0, bool unidirectional=False"
-#define MHA_INPUTS                                                                                    \
+#define MHA_INPUTS                                                                                         \
   "Tensor query, Tensor? key=None, Tensor? value=None, Tensor? bias=None, Tensor? key_padding_mask=None, " \
   "Tensor? attention_bias=None, *, "
 
@@ -43,8 +43,9 @@ STABLE_TORCH_LIBRARY(onnx_attn, m) {
 
   m.def("tensor_scatter(Tensor past_cache, Tensor update, Tensor? write_indices=None, *, int axis=-2, bool circular=False) -> Tensor");
   m.def("tensor_scatter_(Tensor(a!) cache, Tensor update, Tensor? write_indices=None, *, int axis=-2, bool circular=False) -> ()");
-  m.def("attention_cached(Tensor Q, Tensor K, Tensor V, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_lengths, *, "
-        "Tensor? attn_mask=None, " ATTENTION_ATTRIBUTES ") -> Tensor");
+  m.def(
+      "attention_cached(Tensor Q, Tensor K, Tensor V, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor cache_lengths, *, "
+      "Tensor? attn_mask=None, " ATTENTION_ATTRIBUTES ") -> Tensor");
   m.def("valid_kv_length(Tensor attn_mask) -> Tensor");
 
   // Not public: what the build holds, and the plan of a call without running it.

@@ -9,10 +9,10 @@ namespace onnx_attn {
 
 namespace {
 
-constexpr const char* kNames[kKernels] = {"nothing", "cpu", "decode", "forward_sm80", "general"};
+constexpr const char* kNames[kKernels] = {"nothing", "cpu", "decode", "forward_sm90", "forward_sm80", "general"};
 
 // CUDA kernels, fastest first for the calls that they take.
-constexpr Kernel kCandidates[] = {Kernel::decode, Kernel::forward_sm80, Kernel::general};
+constexpr Kernel kCandidates[] = {Kernel::decode, Kernel::forward_sm90, Kernel::forward_sm80, Kernel::general};
 
 int64_t align(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -33,6 +33,12 @@ const char* refusal(Kernel kernel, const Problem& problem, const Device& device)
     case Kernel::decode:
       if (device.capability < 80) return "the decode kernel needs compute capability 8.0";
       return cuda::decode_refusal(problem);
+    case Kernel::forward_sm90:
+#ifdef ONNX_ATTN_WITHOUT_SM90
+      return "this build has no code for compute capability 9.0a";
+#endif
+      if (device.capability != 90) return "the forward_sm90 kernel needs compute capability 9.0";
+      return cuda::forward_sm90_refusal(problem);
     case Kernel::forward_sm80:
       if (device.capability < 80) return "the forward_sm80 kernel needs compute capability 8.0";
       return cuda::forward_sm80_refusal(problem);
@@ -41,7 +47,9 @@ const char* refusal(Kernel kernel, const Problem& problem, const Device& device)
 }
 
 int64_t kernel_workspace(Kernel kernel, const Problem& problem, const Device& device) {
-  return kernel == Kernel::decode ? cuda::decode_workspace_bytes(problem, device) : 0;
+  if (kernel == Kernel::decode) return cuda::decode_workspace_bytes(problem, device);
+  if (kernel == Kernel::forward_sm90) return cuda::forward_sm90_workspace_bytes(problem, device);
+  return 0;
 }
 
 const char* preference_refusal(const Preference& preference, int kernel) {
@@ -49,7 +57,7 @@ const char* preference_refusal(const Preference& preference, int kernel) {
   return preference.forbidden >> kernel & 1 ? "it is forbidden" : nullptr;
 }
 
-// The first candidate that takes the problem as it is, or takes it once a projection bias of K and V is stored with their sums.
+// The first candidate that takes the problem as it is, or takes it once rows are appended or a projection bias of K and V is stored.
 void choose_cuda_kernel(Plan& plan, const Problem& problem, const Device& device, const Preference& preference) {
   const bool has_unstored_bias = !problem.append.active && (problem.k_bias || problem.v_bias);
   for (const Kernel kernel : kCandidates) {
@@ -57,6 +65,10 @@ void choose_cuda_kernel(Plan& plan, const Problem& problem, const Device& device
     plan.kernel = kernel;
     plan.refusals[number] = preference_refusal(preference, number);
     if (plan.refusals[number]) continue;
+    if (kernel == Kernel::decode && problem.append.active && !refusal(kernel, problem, device)) {
+      plan.separate_append = false;  // it stores the rows while it reads the rest: each byte moves once
+      return;
+    }
     plan.refusals[number] = refusal(kernel, after_separate_steps(problem, plan, nullptr), device);
     if (!plan.refusals[number]) return;
     if (!has_unstored_bias) continue;

@@ -10,7 +10,7 @@ namespace onnx_attn {
 // What the planner needs to know of the machine.
 struct Device {
   bool is_cuda = false;
-  int capability = 0;             // 90 for compute capability 9.0
+  int capability = 0;  // 90 for compute capability 9.0
   int sm_count = 0;
   int64_t max_shared_memory = 0;  // bytes that one block may ask for
 };
@@ -19,10 +19,11 @@ enum class Kernel : int8_t {
   nothing,       // an empty output: only an append may have to run
   cpu,           // the blocked CPU kernel
   decode,        // CUDA, few query rows: keys split over blocks, memory bound
+  forward_sm90,  // CUDA, Hopper's own tensor-core and copy instructions
   forward_sm80,  // CUDA, tensor cores of compute capability 8.0 and later
   general,       // CUDA, every feature, type, size and stride
 };
-inline constexpr int kKernels = 5;
+inline constexpr int kKernels = 6;
 
 // A caller's wish. CUDA kernels only: the CPU has one.
 struct Preference {
@@ -33,8 +34,8 @@ struct Preference {
 
 struct Plan {
   Kernel kernel = Kernel::nothing;
-  bool separate_append = false;     // past or new rows are stored by a kernel of their own before attention starts
-  bool separate_bias = false;       // biased K and V are stored in the workspace first
+  bool separate_append = false;  // past or new rows are stored by a kernel of their own before attention starts
+  bool separate_bias = false;    // biased K and V are stored in the workspace first
   int64_t workspace_bytes = 0;
   const char* refusals[kKernels] = {};  // why a faster kernel was not chosen; null: not considered, or chosen
   const char* error = nullptr;          // the preference cannot be followed

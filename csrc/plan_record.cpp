@@ -31,8 +31,8 @@ std::string as_json(const Plan& plan) {
     separator = ", ";
   }
   const auto text = [](bool value) { return value ? "true" : "false"; };
-  return std::string("{\"kernel\": \"") + kernel_name(plan.kernel) + "\", \"refusals\": {" + refusals + "}, \"separate_append\": " +
-         text(plan.separate_append) + ", \"separate_bias\": " + text(plan.separate_bias) +
+  return std::string("{\"kernel\": \"") + kernel_name(plan.kernel) + "\", \"refusals\": {" + refusals +
+         "}, \"separate_append\": " + text(plan.separate_append) + ", \"separate_bias\": " + text(plan.separate_bias) +
          ", \"workspace_bytes\": " + std::to_string(plan.workspace_bytes) + "}";
 }
 

@@ -7,7 +7,7 @@
 
 namespace onnx_attn {
 
-// "general" forces a kernel; "-decode,-forward_sm80" forbids some; "" wishes for nothing. False for an unknown name, which `unknown` gets.
+// "general" forces a kernel; "-decode,-forward_sm90" forbids some; "" wishes for nothing. False for an unknown name, which `unknown` gets.
 bool parse_preference(const std::string& text, Preference& preference, std::string& unknown);
 
 // The thread's preference if one is set, else the environment's. An environment that cannot be read has `error` set.

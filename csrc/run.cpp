@@ -21,9 +21,7 @@ namespace {
   fail("onnx_attn: only cpu and cuda tensors are supported");
 }
 
-void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
-  torch::stable::parallel_for(0, count, 1, body);
-}
+void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body) { torch::stable::parallel_for(0, count, 1, body); }
 
 bool is_logging() {
   static const bool logging = [] {
@@ -57,9 +55,7 @@ void* current_stream(const Tensor& like) {
   return stream;
 }
 
-void check_launch(int error, const char* what) {
-  ONNX_ATTN_CHECK(error == 0, "onnx_attn: ", what, " failed: ", cuda::error_text(error));
-}
+void check_launch(int error, const char* what) { ONNX_ATTN_CHECK(error == 0, "onnx_attn: ", what, " failed: ", cuda::error_text(error)); }
 
 Device device_of(const Tensor& like) {
   Device device;
@@ -92,9 +88,12 @@ void run_cuda(const Problem& problem, const Tensor& like) {
   const Problem attended = after_separate_steps(problem, plan, scratch);
   if (plan.separate_append) check_launch(cuda::append(problem, stream), "append");
   if (plan.separate_bias) check_launch(cuda::append(bias_as_append(problem, attended), stream), "projection bias");
-  void* partial_results = plan.separate_bias ? static_cast<char*>(scratch) + biased_bytes(problem) : scratch;
+  void* kernel_workspace = plan.separate_bias ? static_cast<char*>(scratch) + biased_bytes(problem) : scratch;
   switch (plan.kernel) {
-    case Kernel::decode: return check_launch(cuda::decode(attended, plan, partial_results, stream), "decode kernel");
+    case Kernel::decode: return check_launch(cuda::decode(attended, plan, kernel_workspace, stream), "decode kernel");
+#ifndef ONNX_ATTN_WITHOUT_SM90
+    case Kernel::forward_sm90: return check_launch(cuda::forward_sm90(attended, plan, kernel_workspace, stream), "forward_sm90 kernel");
+#endif
     case Kernel::forward_sm80: return check_launch(cuda::forward_sm80(attended, plan, stream), "forward_sm80 kernel");
     case Kernel::general: return check_launch(cuda::general(attended, plan, stream), "general kernel");
     default: return;
@@ -159,7 +158,7 @@ void prefer_kernels(std::vector<int64_t> text) {
   Preference preference;
   std::string unknown;
   ONNX_ATTN_CHECK(parse_preference(std::string(text.begin(), text.end()), preference, unknown), "kernel: is '", unknown,
-                  "'; there are decode, forward_sm80 and general");
+                  "'; there are decode, forward_sm90, forward_sm80 and general");
   set_thread_preference(&preference);
 }
 

@@ -53,7 +53,8 @@ void check_same_device(const Tensor& tensor, const char* name, const Tensor& fir
   const bool same = tensor.is_cuda() == first.is_cuda() && tensor.is_cpu() == first.is_cpu() &&
                     (!tensor.is_cuda() || tensor.get_device_index() == first.get_device_index());
   const auto place = [](const Tensor& t) { return t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index()) : std::string("cpu"); };
-  ONNX_ATTN_CHECK(same, name, ": is on ", place(tensor), ", but ", first_name, " is on ", place(first), "; all tensors must be on one device");
+  ONNX_ATTN_CHECK(same, name, ": is on ", place(tensor), ", but ", first_name, " is on ", place(first),
+                  "; all tensors must be on one device");
 }
 
 Tensor with_unit_last_axis(const Tensor& tensor) {

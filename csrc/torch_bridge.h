@@ -31,15 +31,15 @@ template <typename... Parts>
 
 // Raises a Python RuntimeError. Messages read "argument: what is wrong, what is allowed", and nothing else: torch's own macro would
 // put the path of a source file before them. The text is only built when the check fails.
-#define ONNX_ATTN_CHECK(condition, ...)                   \
-  do {                                                    \
-    if (!(condition)) ::onnx_attn::fail(__VA_ARGS__);     \
+#define ONNX_ATTN_CHECK(condition, ...)               \
+  do {                                                \
+    if (!(condition)) ::onnx_attn::fail(__VA_ARGS__); \
   } while (false)
 
-std::string dtype_name(ScalarType type);      // "float16"
-std::string shape_text(const Tensor& tensor); // "[2, 4, 8, 64]"
-bool is_floating(ScalarType type);            // one of the four floating types of Problem
-DType dtype_of(const Tensor& tensor);         // for a type that Problem knows
+std::string dtype_name(ScalarType type);       // "float16"
+std::string shape_text(const Tensor& tensor);  // "[2, 4, 8, 64]"
+bool is_floating(ScalarType type);             // one of the four floating types of Problem
+DType dtype_of(const Tensor& tensor);          // for a type that Problem knows
 
 void check_same_device(const Tensor& tensor, const char* name, const Tensor& first, const char* first_name);
 

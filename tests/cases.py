@@ -355,6 +355,8 @@ def tolerance(
     fast_tanh: the hardware's approximate tanh, good to 2^-11, may be used for the softcap of 16-bit inputs.
     """
     u, half = unit_roundoff(compute), unit_roundoff(dtype)
+    if compute == torch.float64:
+        u *= 2  # the reference rounds as much
     score_error = u * (4 * score + 2 * logit)
     if rounded_operands:
         score_error += 2 * half * score

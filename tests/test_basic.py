@@ -81,6 +81,22 @@ def test_all_scores_far_below_zero(device: str) -> None:
             torch.testing.assert_close(Y.double(), V.double().mean(2, keepdim=True).expand(1, 2, 3, 64), atol=2e-2, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 5), (3, 5), (70, 200), (1, 3000)])
+def test_nan_is_not_hidden(dtype: torch.dtype, q_len: int, kv_len: int, device: str) -> None:
+    """A NaN shows in every row that sees it, as NaN and not as an empty row, and in no other head or entry."""
+    inputs = make_inputs(Case(dtype=dtype, q_heads=2, kv_heads=2, q_len=q_len, kv_len=kv_len), device)
+    for name in ("Q", "K", "V"):
+        broken = {key: x.clone() for key, x in inputs.items()}
+        broken[name][1, 0, 0, 0] = float("nan")
+        for softcap in (0.0, 2.0):
+            Y, lse = torch.ops.onnx_attn.attention.lse(**broken, softcap=softcap, return_lse=True)
+            seen = Y[1, 0, :, 0] if name != "Q" else Y[1, 0, :1, 0]
+            assert bool(seen.isnan().all())
+            assert bool(lse[1, 0, 0].isnan()) == (name != "V")
+            assert bool(Y[0].isfinite().all()) and bool(Y[1, 1].isfinite().all()) and bool(Y[1, 0, 1:].isfinite().all() or name != "Q")
+
+
 def test_outputs_are_new_tensors(device: str) -> None:
     """Nothing that comes back shares memory with an input, also where a copy is all there is to do."""
     inputs = make_inputs(Case(past=0, q_heads=2, kv_heads=2, q_len=1, kv_len=1), device)

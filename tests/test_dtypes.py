@@ -111,7 +111,7 @@ def test_tolerances_are_tight() -> None:
     """What the comparisons of this suite allow for usual inputs: relative to the largest value, head size 64 and 128."""
     for head_size in (64, 128):
         sizes = {"score": 1.5 * math.sqrt(head_size), "logit": 8.0, "value": 1.0, "keys": 256}
-        assert tolerance(torch.float64, compute=torch.float64, **sizes).output < 3e-14
+        assert tolerance(torch.float64, compute=torch.float64, **sizes).output < 5e-14
         assert tolerance(torch.float32, compute=torch.float32, **sizes).output < 1.2e-5
         assert tolerance(torch.float16, compute=torch.float32, **sizes).output < 1.1e-3
         assert tolerance(torch.bfloat16, compute=torch.float32, **sizes).output < 8.1e-3

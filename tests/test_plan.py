@@ -113,7 +113,7 @@ def test_the_environment_chooses_for_the_process():
         return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
 
     assert run("general").stdout.strip() == "general"
-    assert run("-decode,-forward_sm80").stdout.strip() == "general"
+    assert run("-decode,-forward_sm90,-forward_sm80").stdout.strip() == "general"
     refused = run("nonsense")
     assert refused.returncode != 0 and "TORCH_ONNX_ATTN_KERNEL" in refused.stderr and "nonsense" in refused.stderr
 
@@ -137,3 +137,18 @@ def test_a_projection_bias_is_stored_only_for_a_kernel_that_cannot_add_it():
         assert not plan_of(128).separate_bias
     with kernel("general"):
         assert not plan_of(8).separate_bias and plan_of(8).workspace_bytes == 0
+
+
+@pytest.mark.parametrize("machine, expected", [(H200, "forward_sm90"), (Machine(True, 80, 108, 166912), "forward_sm80")])
+def test_long_calls_take_the_tensor_cores_of_their_machine(machine, expected):
+    plan = explain(attention.default, *qkv(q_len=256, kv_len=256), is_causal=True, machine=machine)
+    assert plan.kernel == expected and set(plan.refusals) == {"decode"} | ({"forward_sm90"} if expected == "forward_sm80" else set())
+
+
+def test_a_decode_step_appends_by_itself():
+    Q, K, V = qkv(q_len=1, kv_len=1)
+    caches = torch.zeros(2, 4, 256, 64).half(), torch.zeros(2, 4, 256, 64).half()
+    plan = explain(torch_onnx_attn.attention_cached, Q, K, V, *caches, torch.tensor([0, 1]), machine=H200)
+    assert plan.kernel == "decode" and not plan.separate_append
+    with kernel("general"):
+        assert explain(torch_onnx_attn.attention_cached, Q, K, V, *caches, torch.tensor([0, 1]), machine=H200).separate_append

@@ -23,9 +23,8 @@ def check(log: Path) -> list[str]:
     faults += [f"{log.stem}: {stores} bytes of spill stores, {loads} of spill loads" for _, stores, loads in frames if stores or loads]
     registers = [int(count) for count in REGISTERS.findall(text)]
     shared = [int(count) for count in SHARED.findall(text)]
-    print(
-        f"{log.stem:28} kernels {len(registers):4}   most registers {max(registers, default=0):4}   most static shared {max(shared, default=0):7}"
-    )
+    most = f"most registers {max(registers, default=0):4}   most static shared {max(shared, default=0):7}"
+    print(f"{log.stem:28} kernels {len(registers):4}   {most}")
     return faults
 
 

@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     """What a call would do.
 
     Attributes:
-        kernel: ``cpu``, a CUDA kernel (``decode``, ``forward_sm80``, or ``general``, which takes everything), or ``nothing`` for
+        kernel: ``cpu``, a CUDA kernel (``decode``, ``forward_sm90``, ``forward_sm80``, or ``general``, which takes everything), or ``nothing`` for
             an empty output.
         refusals: for each faster CUDA kernel, why it does not take the call.
         separate_append: whether past or new rows are written by a kernel of their own first.
@@ -85,10 +85,10 @@ def kernel(name: str | None = None, *, forbid: tuple[str, ...] = ()) -> Iterator
     """Forces one CUDA kernel, or forbids some, for the calls that this thread makes inside ``with``.
 
     A forced kernel that cannot take a call raises ``RuntimeError`` with its reason. The environment variable
-    ``TORCH_ONNX_ATTN_KERNEL`` does the same for the process: ``general`` forces, ``-decode,-forward_sm80`` forbids.
+    ``TORCH_ONNX_ATTN_KERNEL`` does the same for the process: ``general`` forces, ``-decode,-forward_sm90`` forbids.
 
     Args:
-        name: ``decode``, ``forward_sm80`` or ``general``.
+        name: ``decode``, ``forward_sm90`` (Hopper), ``forward_sm80`` or ``general``.
         forbid: names that may not be chosen.
     """
     outer = getattr(_preference, "text", "")

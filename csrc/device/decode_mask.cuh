@@ -1,8 +1,6 @@
 // decode_mask.cuh: from the bare products of 16 query rows and 16 keys to the scores that softmax sees, in base 2.
 #pragma once
 
-#include <cfloat>
-
 #include "decode_tile.cuh"
 
 namespace onnx_attn::decode {
@@ -58,6 +56,18 @@ __device__ __forceinline__ int64_t padding_mask_row(const Problem& problem, cons
   return unit.batch * padding.batch_stride + row % static_cast<int>(problem.q_len) * padding.query_stride;
 }
 
+// Padding keeps no key at or past this one. Its lengths are read from global memory.
+__device__ __forceinline__ int padding_end(const Problem& problem, int batch) {
+  const Padding& padding = problem.mask.padding;
+  int64_t end = padding.columns;
+  if (padding.kind == Padding::Kind::lengths) {
+    device::wait_for_previous_kernel();
+    const int64_t at = batch * padding.batch_stride;
+    end = padding.dtype == DType::i64 ? static_cast<const int64_t*>(padding.data)[at] : static_cast<const int32_t*>(padding.data)[at];
+  }
+  return static_cast<int>(max(int64_t{0}, min(end, problem.kv_len)));
+}
+
 __device__ __forceinline__ const char* element_address(const void* data, int64_t index, int bytes) {
   return static_cast<const char*>(data) + index * bytes;
 }
@@ -74,18 +84,19 @@ __device__ __forceinline__ void copy_masks(const Problem& problem, const MaskLay
                    element_address(tensor.data, tensor_mask_row(problem, unit, first_row + row) + key, bytes),
                    min(kKeys, unit.end - key) * bytes);
   }
-  const int padding_end = static_cast<int>(min(int64_t{unit.end}, padding.columns));
-  for (int row = share.loader; row < layout.padding.rows && first_row + row < rows && key < padding_end; row += share.loaders) {
+  const int end = static_cast<int>(min(int64_t{unit.end}, padding.columns));
+  for (int row = share.loader; row < layout.padding.rows && first_row + row < rows && key < end; row += share.loaders) {
     const int bytes = layout.padding.element_bytes;
     copy_unaligned(target + layout.padding_offset + row * layout.padding.pitch,
                    element_address(padding.data, padding_mask_row(problem, unit, first_row + row) + key, bytes),
-                   min(kKeys, padding_end - key) * bytes);
+                   min(kKeys, end - key) * bytes);
   }
 }
 
 // What the masks say of a query row of the unit at hand; in shared memory.
 struct RowMask {
   int begin, count;                 // keys that the row sees, as far as length, causality and windows go
+  int kept_keys;                    // padding keeps none at or past this
   int tensor_place, padding_place;  // of the row's elements in the masks of a stage
   int64_t tensor_row, padding_row;  // in global memory
 
@@ -98,6 +109,7 @@ struct RowMask {
     const bool sees_any = first_row + row < rows && visible.begin < visible.end;
     begin = sees_any ? static_cast<int>(visible.begin) : 0;
     count = sees_any ? static_cast<int>(visible.end - visible.begin) : 0;
+    kept_keys = padding_end(problem, unit.batch);
     tensor_row = tensor_mask_row(problem, unit, first_row + row);
     padding_row = padding_mask_row(problem, unit, first_row + row);
     tensor_place = place(layout.tensor, mask.tensor.data, tensor_row, row);
@@ -126,15 +138,6 @@ class BlockMask {
     for (int r = 0; r < 2; ++r) {
       begin_[r] = rows_[8 * r].begin;
       count_[r] = rows_[8 * r].count;
-    }
-    const Padding& padding = problem_.mask.padding;
-    if (padding.kind == Padding::Kind::lengths) {
-      const int64_t at = rows_->padding_row;
-      const int64_t length =
-          padding.dtype == DType::i64 ? static_cast<const int64_t*>(padding.data)[at] : static_cast<const int32_t*>(padding.data)[at];
-      kept_keys_ = static_cast<int>(max(int64_t{0}, min(length, problem_.kv_len)));
-    } else {
-      kept_keys_ = static_cast<int>(min(padding.columns, problem_.kv_len));
     }
   }
 
@@ -188,7 +191,7 @@ class BlockMask {
       case DType::i64: return add_filter<int64_t>(scores, masks, tile, key);
       default:
         for_each_score([&](int half, int e, int, int offset) {
-          if (tile + key + lane_key() + offset >= kept_keys_) scores[half][e] += rule_.filter;
+          if (tile + key + lane_key() + offset >= rows_->kept_keys) scores[half][e] += rule_.filter;
         });
     }
   }
@@ -216,7 +219,7 @@ class BlockMask {
     const Padding& padding = problem_.mask.padding;
     for_each_score([&](int half, int e, int row, int offset) {
       const int in_tile = key + lane_key() + offset, column = tile + in_tile;
-      bool is_kept = column < kept_keys_;
+      bool is_kept = column < rows_->kept_keys;
       if (layout_.padding.rows > 0) {
         is_kept = is_kept && *reinterpret_cast<const Mask*>(masks + rows_[8 * row].padding_place + in_tile * sizeof(Mask)) > 0;
       } else if (is_kept && sees(row, column)) {
@@ -231,7 +234,6 @@ class BlockMask {
   const MaskLayout& layout_;
   const RowMask* rows_ = nullptr;
   int begin_[2], count_[2];
-  int kept_keys_;
 };
 
 }  // namespace onnx_attn::decode

@@ -41,25 +41,26 @@ struct Handover {
   }
 };
 
-// A role's place in a ring of buffers. They are used in turn; the parity of a buffer's barriers flips with every lap.
-struct RingPlace {
-  int index = 0;
-  uint32_t parity = 0;
-
+// A role's place in a ring of buffers. They are used in turn; the parity of a buffer's barriers flips with every lap. One register.
+class RingPlace {
+ public:
+  __device__ __forceinline__ int index() const { return static_cast<int>(state_ >> 1); }
+  __device__ __forceinline__ uint32_t parity() const { return state_ & 1; }
   __device__ __forceinline__ void advance(int count) {
-    if (++index == count) {
-      index = 0;
-      parity ^= 1;
-    }
+    state_ += 2;
+    if (index() == count) state_ = parity() ^ 1;
   }
   template <int kCount>
   __device__ __forceinline__ void wait_full(Handover<kCount>& ring) const {
-    device::barrier_wait(shared_address(&ring.full[index]), parity);
+    device::barrier_wait(shared_address(&ring.full[index()]), parity());
   }
   template <int kCount>
   __device__ __forceinline__ void wait_empty(Handover<kCount>& ring) const {
-    device::barrier_wait(shared_address(&ring.empty[index]), parity ^ 1);
+    device::barrier_wait(shared_address(&ring.empty[index()]), parity() ^ 1);
   }
+
+ private:
+  uint32_t state_ = 0;  // 2 * index + parity
 };
 
 // The whole warp is done with what it did to a buffer.

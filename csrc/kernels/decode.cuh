@@ -8,7 +8,7 @@
 //
 // Every microsecond in which the computing warps do something else than read tiles lets the ring run full and the memory idle, so
 // they are left nothing else. Measured on 32 sequences of 4096 keys (H200, 2026-11): with four of them, which also looked up their
-// units and read the queries, 0.76 of the speed of a plain read; with eight and a preparer 0.88.
+// units and read the queries, 0.76 of the speed of a plain read; with eight and a preparer 0.87.
 #pragma once
 
 #include "decode_helpers.cuh"
@@ -21,31 +21,31 @@ __device__ __forceinline__ void compute_units(const Job& job, const SharedMemory
   using S = Stage<kHeadSize>;
   Control& control = *shared.control;
   const Role role(job.cut);
-  const int first_key = role.group_in_team() * kTileRows, key_step = role.team_groups * kTileRows;  // in a tile
+  const int first_key = role.group_in_team() * kTileRows, key_step = job.cut.team_groups * kTileRows;  // in a tile
   RowTile<Element, kHeadSize> rows;
   BlockMask mask(job.problem, job.rule, job.masks);
   RingPlace place, slot;
 
   for (;; slot.advance(kUnitSlots)) {
-    const PreparedUnit& prepared = control.prepared[slot.index];
+    const PreparedUnit& prepared = control.prepared[slot.index()];
     const Unit& unit = prepared.unit;
     slot.wait_full(control.units);
     if (!prepared.exists) return;
     if (unit.begin < unit.end) {
-      rows.start(shared.staged_queries(slot.index), role.row_tile, role.row_tiles);
+      rows.start(shared.staged_queries(slot.index()), role.row_tile, job.cut.row_tiles);
       mask.start_unit(prepared.rows + role.row_tile * kTileRows);
 
       HeldStages held;
       const int end = unit.end;
       for (int tile = first_tile<kHeadSize>(unit); tile < end; tile += S::kKeys, place.advance(job.stages)) {
         if ((tile / S::kKeys & (job.cut.teams - 1)) != role.team) {
-          held.theirs = place.index;
+          held.theirs = place.index();
           continue;
         }
         if (held.ours >= 0) arrive_as_warp(control.ring.empty[held.ours]);
-        held.ours = place.index;
+        held.ours = place.index();
         place.wait_full(control.ring);
-        const uint8_t* stage = shared.stage(place.index);
+        const uint8_t* stage = shared.stage(place.index());
 #pragma unroll 1
         for (int key = first_key; key < S::kKeys && tile + key < end; key += key_step) {
           Scores scores;
@@ -56,13 +56,13 @@ __device__ __forceinline__ void compute_units(const Job& job, const SharedMemory
           rows.add_values(weights, shared_address(stage) + S::kValues + key * 128, end - tile - key);
         }
       }
-      if (job.copies_past) device::barrier_wait(shared_address(&control.written[slot.index]), slot.parity);
+      if (job.copies_past) device::barrier_wait(shared_address(&control.written[slot.index()]), slot.parity());
       merge_and_store(job, unit, role, shared, rows, held);
       if (held.ours >= 0) arrive_as_warp(control.ring.empty[held.ours]);
     } else {
       store_nothing<Element>(job, unit, role);
     }
-    arrive_as_warp(control.units.empty[slot.index]);
+    arrive_as_warp(control.units.empty[slot.index()]);
   }
 }
 

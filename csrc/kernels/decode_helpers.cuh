@@ -22,7 +22,7 @@ __device__ __forceinline__ void load_tiles(const Job& job, const SharedMemory<kH
     const NewRows new_rows(job.problem, unit.batch);
     const LaneSource<Element> key_source(keys, unit, lane), value_source(values, unit, lane);
     for (int key = first_tile<kHeadSize>(unit); key < unit.end; key += S::kKeys, place.advance(job.stages)) {
-      const uint32_t stage = shared_address(shared.stage(place.index));
+      const uint32_t stage = shared_address(shared.stage(place.index()));
       place.wait_empty(ring);
       if (new_rows.meets(key, key + S::kKeys)) {
         copy_tile_with_new_rows<Element, kHeadSize>(keys, unit, new_rows, key, stage, share);
@@ -31,8 +31,8 @@ __device__ __forceinline__ void load_tiles(const Job& job, const SharedMemory<kH
         copy_tile<Element, kHeadSize>(key_source, value_source, key, unit.end, stage, share);
       }
       if (job.masks.bytes > 0) copy_masks<S::kKeys>(job.problem, job.masks, unit, first_row, job.cut.rows, key, stage + S::kBytes, share);
-      arrive_as_warp(ring.full[place.index]);
-      device::barrier_arrive_after_copies(shared_address(&ring.full[place.index]));
+      arrive_as_warp(ring.full[place.index()]);
+      device::barrier_arrive_after_copies(shared_address(&ring.full[place.index()]));
     }
   });
 }
@@ -80,7 +80,7 @@ __device__ __forceinline__ void prepare_units(const Job& job, const SharedMemory
   Control& control = *shared.control;
   RingPlace place;
   for_each_unit(job, control.table, [&](const Unit& unit) {
-    PreparedUnit& prepared = control.prepared[place.index];
+    PreparedUnit& prepared = control.prepared[place.index()];
     const int rows = job.cut.row_tiles * kTileRows, first_row = unit.row_block * rows;
     place.wait_empty(control.units);
     for (int row = lane_index(); row < rows; row += 32) prepared.rows[row].set(job.problem, job.masks, unit, first_row, row, job.cut.rows);
@@ -90,8 +90,8 @@ __device__ __forceinline__ void prepare_units(const Job& job, const SharedMemory
     }
     device::wait_for_previous_kernel();
     stage_queries<Element, kHeadSize>(job.problem, unit, first_row, min(rows, job.cut.rows - first_row), rows,
-                                      shared.staged_queries(place.index));
-    arrive_as_warp(control.units.full[place.index]);
+                                      shared.staged_queries(place.index()));
+    arrive_as_warp(control.units.full[place.index()]);
     if (job.problem.append.active && unit.is_first) {
       const NewRows new_rows(job.problem, unit.batch);
       store_new_rows(KeyRows<Element>::keys(job.problem, job.copies_past), unit, new_rows);
@@ -100,8 +100,8 @@ __device__ __forceinline__ void prepare_units(const Job& job, const SharedMemory
     place.advance(kUnitSlots);
   });
   place.wait_empty(control.units);
-  if (lane_index() == 0) control.prepared[place.index].exists = false;
-  arrive_as_warp(control.units.full[place.index]);
+  if (lane_index() == 0) control.prepared[place.index()].exists = false;
+  arrive_as_warp(control.units.full[place.index()]);
 }
 
 // Stores the rows of a tile that are not new: those the preparer stores.
@@ -129,19 +129,19 @@ __device__ __forceinline__ void write_tiles(const Job& job, const SharedMemory<k
   RingPlace place, slot;
   for (;; slot.advance(kUnitSlots)) {
     slot.wait_full(control.units);
-    if (!control.prepared[slot.index].exists) return;
-    const Unit unit = control.prepared[slot.index].unit;
+    if (!control.prepared[slot.index()].exists) return;
+    const Unit unit = control.prepared[slot.index()].unit;
     const NewRows new_rows(job.problem, unit.batch);
     for (int key = first_tile<kHeadSize>(unit); key < unit.end; key += S::kKeys, place.advance(job.stages)) {
-      const uint8_t* stage = shared.stage(place.index);
+      const uint8_t* stage = shared.stage(place.index());
       place.wait_full(control.ring);
       if (unit.row_block == 0) {
         store_tile<Element, kHeadSize>(keys, unit, new_rows, key, stage);
         store_tile<Element, kHeadSize>(values, unit, new_rows, key, stage + S::kValues);
       }
-      arrive_as_warp(control.ring.empty[place.index]);
+      arrive_as_warp(control.ring.empty[place.index()]);
     }
-    arrive_as_warp(control.written[slot.index]);
+    arrive_as_warp(control.written[slot.index()]);
   }
 }
 

@@ -6,7 +6,6 @@
 
 namespace onnx_attn::decode {
 
-inline constexpr int kMaxStages = 8;
 inline constexpr int kMaxComputingWarps = 8;
 
 struct Job {

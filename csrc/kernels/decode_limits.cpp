@@ -11,7 +11,6 @@ namespace {
 constexpr int64_t kMaxQueries = 16;
 constexpr int64_t kMaxHeadSize = 256;
 constexpr int64_t kLargestIndex = int64_t{1} << 30;  // positions of keys, and units of work, are 32-bit numbers on the device
-constexpr int kMaxStages = 6;
 
 bool is_half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
 
@@ -100,6 +99,7 @@ Partition partition(const Problem& problem, const Tuning& tuning) {
   cut.key_groups = (is_wide ? 4 : 8) / cut.row_tiles;
   const int tile_blocks = tile_keys(compiled_head_size(problem)) / 16;
   cut.teams = cut.key_groups > tile_blocks ? cut.key_groups / tile_blocks : 1;
+  cut.team_groups = cut.key_groups / cut.teams;
   while ((1 << cut.chunk_shift) < tuning.chunk_keys) ++cut.chunk_shift;
   cut.chunks = static_cast<int>(problem.kv_len > 0 ? ceil_div(problem.kv_len, tuning.chunk_keys) : 1);
   return cut;

@@ -10,8 +10,9 @@ inline constexpr int kTileRows = 16;  // query rows of one matrix product
 inline constexpr int kMaxRowTiles = 4;
 inline constexpr int kMaxKeyGroups = 8;          // warps that share 16 query rows
 inline constexpr int kMaxScannedBatch = 1024;    // lengths of more entries are not counted before the work is shared out
+inline constexpr int kMaxStages = 6;             // of the ring: 192 KB
 inline constexpr int kUnitSlots = 2;             // units whose queries are in shared memory: the one at hand and the next
-inline constexpr int kControlBytes = 10 * 1024;  // of shared memory, beside the ring and the queries
+inline constexpr int kControlBytes = 11 * 1024;  // of shared memory, beside the ring and the queries
 
 // The query rows of the heads that share a kv head are one axis of `rows` = group * q_len rows: row = head in group * q_len +
 // query. Blocks of up to row_tiles * 16 of them read the keys together. The keys are cut at multiples of 2^chunk_shift. None of
@@ -21,7 +22,8 @@ struct Partition {
   int row_tiles = 1;  // 1, 2 or 4
   int row_blocks = 1;
   int key_groups = 8;   // warps that share a row tile and divide the keys; row_tiles * key_groups is 4 or 8
-  int teams = 1;        // of warps, that take tiles in turn: a tile has 16 keys for each warp of a team, or more
+  int teams = 1;        // of warps, that take tiles in turn: 1 or 2
+  int team_groups = 8;  // key groups of a team; a tile has 16 keys for each, or more
   int chunk_shift = 0;  // chunks hold 2^chunk_shift keys
   int chunks = 1;       // of kv_len keys, at least 1
 };

@@ -8,24 +8,19 @@ namespace onnx_attn::decode {
 
 // Which rows and keys a computing warp works on, and how it meets the others.
 struct Role {
-  int row_tile, row_tiles;
-  int key_group, key_groups;
-  int team;         // takes every teams-th tile
-  int team_groups;  // key groups of a team, a power of two
-  int threads;      // of all computing warps
+  const Partition& cut;
+  int row_tile, key_group, team;
 
-  __device__ __forceinline__ explicit Role(const Partition& cut) {
-    row_tiles = cut.row_tiles;
-    row_tile = warp_index() % row_tiles;
-    key_groups = cut.key_groups;
-    key_group = warp_index() / row_tiles;
-    team_groups = key_groups / cut.teams;
-    team = key_group / team_groups;
-    threads = 32 * row_tiles * key_groups;
-  }
-  __device__ __forceinline__ int group_in_team() const { return key_group - team * team_groups; }
-  __device__ __forceinline__ int warp_of(int group) const { return group * row_tiles + row_tile; }  // of the same row tile
-  __device__ __forceinline__ void meet() const { device::meet(1, threads); }
+  __device__ __forceinline__ explicit Role(const Partition& cut)
+      : cut(cut),
+        row_tile(warp_index() % cut.row_tiles),
+        key_group(warp_index() / cut.row_tiles),
+        team(key_group < cut.team_groups ? 0 : 1) {}
+
+  __device__ __forceinline__ int group_in_team() const { return key_group - team * cut.team_groups; }
+  __device__ __forceinline__ int warp_of(int group) const { return group * cut.row_tiles + row_tile; }  // of the same row tile
+  __device__ __forceinline__ int threads() const { return 32 * cut.row_tiles * cut.key_groups; }        // of all computing warps
+  __device__ __forceinline__ void meet() const { device::meet(1, threads()); }
 };
 
 // The stages that the teams have read last and not yet given back. -1: the team had no tile.
@@ -55,7 +50,7 @@ __device__ __forceinline__ float factor_to_common_maximum(const Role& role, Cont
   float2 parts[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const bool exists = group + 4 * i < role.key_groups;
+    const bool exists = group + 4 * i < role.cut.key_groups;
     parts[i] = exists ? control.stats[role.warp_of(group + 4 * i)][row] : make_float2(-INFINITY, 0.0f);
   }
   float max = fmaxf(parts[0].x, parts[1].x);
@@ -94,8 +89,8 @@ __device__ __forceinline__ void merge_and_store(const Job& job, const Unit& unit
   for (int r = 0; r < 2; ++r) factor[r] = factor_to_common_maximum(role, control, lane_row + 8 * r, rows.row_max[r]);
 
 #pragma unroll 1
-  for (int tile = 0; tile < role.row_tiles; ++tile) {
-    const int first_row = (unit.row_block * role.row_tiles + tile) * kTileRows;
+  for (int tile = 0; tile < role.cut.row_tiles; ++tile) {
+    const int first_row = (unit.row_block * role.cut.row_tiles + tile) * kTileRows;
     const int row_count = min(kTileRows, job.cut.rows - first_row);
     if (role.row_tile == tile && held.ours >= 0) {
 #pragma unroll
@@ -114,14 +109,14 @@ __device__ __forceinline__ void merge_and_store(const Job& job, const Unit& unit
     const int column = threadIdx.x % kQuads * 4;
     if (column < job.problem.v_head_size) {
 #pragma unroll 1
-      for (int row = threadIdx.x / kQuads; row < row_count; row += role.threads / kQuads) {
+      for (int row = threadIdx.x / kQuads; row < row_count; row += role.threads() / kQuads) {
         float4 output = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-          const int team = group < role.team_groups ? 0 : 1;
+          const int team = group < role.cut.team_groups ? 0 : 1;
           const int stage = team == role.team ? held.ours : held.theirs;
-          if (group >= role.key_groups || stage < 0) continue;
-          const float4 part = *reinterpret_cast<const float4*>(place(stage, group & (role.team_groups - 1), row, column));
+          if (group >= role.cut.key_groups || stage < 0) continue;
+          const float4 part = *reinterpret_cast<const float4*>(place(stage, group & (role.cut.team_groups - 1), row, column));
           output.x += part.x;
           output.y += part.y;
           output.z += part.z;
@@ -137,9 +132,9 @@ __device__ __forceinline__ void merge_and_store(const Job& job, const Unit& unit
 // The rows of a unit without keys.
 template <class Element>
 __device__ __forceinline__ void store_nothing(const Job& job, const Unit& unit, const Role& role) {
-  const int quads = static_cast<int>(job.problem.v_head_size) / 4, block_rows = role.row_tiles * kTileRows;
+  const int quads = static_cast<int>(job.problem.v_head_size) / 4, block_rows = role.cut.row_tiles * kTileRows;
   const int first_row = unit.row_block * block_rows, rows = min(block_rows, job.cut.rows - first_row);
-  for (int index = threadIdx.x; index < rows * quads; index += role.threads) {
+  for (int index = threadIdx.x; index < rows * quads; index += role.threads()) {
     store_unit_result<Element>(job, unit, first_row + index / quads, index % quads * 4, make_float4(0.0f, 0.0f, 0.0f, 0.0f),
                                make_float2(-INFINITY, 0.0f));
   }

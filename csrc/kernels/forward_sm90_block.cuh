@@ -14,10 +14,9 @@ inline constexpr int kWarpgroupRows = 64;
 inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kPanelBytes = 128;  // a row of a panel: 64 columns
 
-enum NamedBarrier { kWholeBlock, kFirstWarpgroup };  // one for each consumer warpgroup
+enum NamedBarrier { kWholeBlock, kFirstWarpgroup };  // and one for each further warpgroup that computes
 
-// kWarpgroups: that compute, each 64 query rows; one more loads. With two, a thread has registers for large scores and outputs;
-// three suit small head sizes, where a tile costs as many exponentials but half the products.
+// kWarpgroups: that compute, each 64 query rows; one more loads.
 // kHoldExponentials: see hold_exponentials; whether it helps was measured for each shape.
 template <int kHeadSize_, int kValueSize_, int kKeys_, int kWarpgroups_, bool kHoldExponentials_>
 struct TileShape {
@@ -109,7 +108,7 @@ struct RowBlock {
   }
 };
 
-// The number of the block that follows. `round` counts this thread's blocks; all threads of a consumer warp call together.
+// The number of the block that follows; `round` counts this thread's blocks. Readers of a drawn number release block_ring.
 template <class Shape>
 __device__ __forceinline__ int following_block(SharedMemory<Shape>& shared, const ForwardParams& params, int block, int round) {
   if (!params.next_block) return block + static_cast<int>(gridDim.x);

@@ -74,7 +74,8 @@ template <class Element, class Shape, class Softmax>
 __device__ __forceinline__ void start_store(Output<Shape>& output, const Softmax& softmax, uint32_t place, const CUtensorMap& map,
                                             const Work& work, int first_row, int warpgroup, bool is_leader) {
   const float inverse[2] = {softmax.inverse_sum(0), softmax.inverse_sum(1)};
-  output.for_each([&](float& value, int row, int) { value *= inverse[row]; });
+  // A row without keys may have added 0 * NaN from values that it must not see.
+  output.for_each([&](float& value, int row, int) { value = inverse[row] == 0.0f ? 0.0f : value * inverse[row]; });
   meet(kFirstWarpgroup + warpgroup, kWarpgroupThreads);  // all four warps have read their queries
   // Lanes 0-15 name the rows of column tile j, lanes 16-31 those of column tile j + 1.
   const int lane = lane_index(), row = threadIdx.x % kWarpgroupThreads / 32 * 16 + lane % 16;

@@ -3,6 +3,8 @@
 
 namespace onnx_attn::forward_sm90_kernel {
 
+// 176 keys: 208 KB of shared memory, for long rows; 128 leave room for a second Q, and waste less on the diagonal. With masks,
+// registers for the words of a tile bound the keys.
 using LargeShape = TileShape<128, 128, 176, 2, true>;
 using PlainShape = TileShape<128, 128, 128, 2, false>;
 using MaskShape = TileShape<128, 128, 96, 2, false>;

@@ -3,6 +3,7 @@
 
 namespace onnx_attn::forward_sm90_kernel {
 
+// With masks, registers for the words of a tile bound the keys.
 using PlainShape = TileShape<96, 96, 128, 2, false>;
 using MaskShape = TileShape<96, 96, 96, 2, false>;
 
