@@ -125,6 +125,8 @@ class Build(BuildExtension):
 
 # The stable ABI of torch 2.11: what it offers is what the op files may use, whatever torch compiles them.
 definitions = ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-DTORCH_STABLE_ONLY", "-DPy_LIMITED_API=0x030A0000"]
+# No path of the building machine in the binary, and no symbols but torch's registrations.
+general = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", f"-ffile-prefix-map={ROOT}=.", "-Wall"]
 # Float reductions may be reordered for the vector units, but inf and NaN keep their meaning: masks need them. -ffast-math at link
 # time would also flush denormals in the whole process.
 arithmetic = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"]
@@ -144,7 +146,7 @@ setup(
             "torch_onnx_attn._C",
             CPP_SOURCES,
             include_dirs=[str(ROOT / "csrc")],
-            extra_compile_args={"cxx": ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", *arithmetic, *definitions]},
+            extra_compile_args={"cxx": [*general, *arithmetic, *definitions]},
             extra_link_args=link,
             depends=HEADERS + [str(path) for path in CUDA_SOURCES],
             py_limited_api=True,

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <tuple>
 
 namespace onnx_attn {
@@ -12,7 +13,12 @@ namespace {
 // Larger windows see everything; the bound keeps row + window inside 64 bits.
 constexpr int64_t kLargestWindow = int64_t{1} << 40;
 
+// ONNX's float attributes are float32, and so is the arithmetic that uses them.
+constexpr double kLargestFloat = std::numeric_limits<float>::max();
+constexpr double kSmallestFloat = std::numeric_limits<float>::min();
+
 void check_floating(const Tensor& tensor, const char* name) {
+  check_given(tensor, name);
   ONNX_ATTN_CHECK(is_floating(tensor.scalar_type()), name, ": has dtype ", dtype_name(tensor.scalar_type()),
                   "; allowed are float16, bfloat16, float32 and float64");
 }
@@ -24,11 +30,12 @@ void check_same_dtype(const Tensor& tensor, const char* name, const Tensor& othe
 
 void check_attributes(const AttentionAttributes& attributes) {
   if (attributes.scale) {
-    ONNX_ATTN_CHECK(std::isfinite(*attributes.scale) && *attributes.scale >= 0, "scale: is ", *attributes.scale,
-                    "; it must be a finite number >= 0 (None means 1 / sqrt(head_size), 0 is a real scale)");
+    ONNX_ATTN_CHECK(0 <= *attributes.scale && *attributes.scale <= kLargestFloat, "scale: is ", *attributes.scale,
+                    "; it must be a finite float32 >= 0 (None means 1 / sqrt(head_size), 0 is a real scale)");
   }
-  ONNX_ATTN_CHECK(std::isfinite(attributes.softcap) && attributes.softcap >= 0, "softcap: is ", attributes.softcap,
-                  "; it must be a finite number >= 0 (0 means no softcap)");
+  const bool caps = kSmallestFloat <= attributes.softcap && attributes.softcap <= kLargestFloat;
+  ONNX_ATTN_CHECK(attributes.softcap == 0 || caps, "softcap: is ", attributes.softcap,
+                  "; it must be >= 0 (0 means no softcap) and a finite, normal float32");
   if (attributes.softmax_precision) {
     const int64_t precision = *attributes.softmax_precision;
     ONNX_ATTN_CHECK(precision == 1 || precision == 10 || precision == 11 || precision == 16, "softmax_precision: is ", precision,
@@ -360,6 +367,11 @@ Tensor attention_cached(Tensor Q, Tensor K, Tensor V, const Tensor& key_cache, c
   check_writable(key_cache, "key_cache");
   check_writable(value_cache, "value_cache");
   check_no_overlap(key_cache, "key_cache", value_cache, "value_cache");
+  for (const auto& [cache, cache_name] : {std::pair{&key_cache, "key_cache"}, std::pair{&value_cache, "value_cache"}}) {
+    check_no_overlap(*cache, cache_name, Q, "Q");
+    check_no_overlap(*cache, cache_name, K, "K");
+    check_no_overlap(*cache, cache_name, V, "V");
+  }
   check_same_device(cache_lengths, "cache_lengths", Q, "Q");
   ONNX_ATTN_CHECK(cache_lengths.scalar_type() == ScalarType::Long || cache_lengths.scalar_type() == ScalarType::Int,
                   "cache_lengths: has dtype ", dtype_name(cache_lengths.scalar_type()), "; it must be int64 or int32");
@@ -370,7 +382,7 @@ Tensor attention_cached(Tensor Q, Tensor K, Tensor V, const Tensor& key_cache, c
   if (cache_lengths.is_cpu()) {
     for (int64_t entry = 0; entry < problem.batch; ++entry) {
       const int64_t length = count_at(cache_lengths, entry);
-      ONNX_ATTN_CHECK(0 <= length && length + new_len <= capacity, "cache_lengths: entry ", entry, " is ", length, "; with ", new_len,
+      ONNX_ATTN_CHECK(0 <= length && length <= capacity - new_len, "cache_lengths: entry ", entry, " is ", length, "; with ", new_len,
                       " new rows it must be in [0, ", capacity - new_len, "] for a cache of ", capacity, " rows");
     }
   }

@@ -8,33 +8,15 @@ namespace onnx_attn {
 namespace {
 
 int bytes_of(const Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Bool:
-    case ScalarType::Char:
-    case ScalarType::Byte:
-    case ScalarType::Float8_e5m2:
-    case ScalarType::Float8_e4m3fn:
-    case ScalarType::Float8_e5m2fnuz:
-    case ScalarType::Float8_e4m3fnuz: return 1;
-    case ScalarType::Half:
-    case ScalarType::BFloat16:
-    case ScalarType::Short:
-    case ScalarType::UInt16: return 2;
-    case ScalarType::Float:
-    case ScalarType::Int:
-    case ScalarType::UInt32:
-    case ScalarType::ComplexHalf: return 4;
-    case ScalarType::Double:
-    case ScalarType::Long:
-    case ScalarType::UInt64:
-    case ScalarType::ComplexFloat: return 8;
-    case ScalarType::ComplexDouble: return 16;
-    default: fail(name, ": has ", dtype_name(tensor.scalar_type()), ", which tensor_scatter cannot copy");
-  }
+  const int bytes = element_size(tensor.scalar_type());
+  ONNX_ATTN_CHECK(bytes > 0, name, ": has ", dtype_name(tensor.scalar_type()), ", which tensor_scatter cannot copy");
+  return bytes;
 }
 
 Scatter describe_scatter(const Tensor& cache, const char* cache_name, const Tensor& update, OptionalTensor& write_indices, int64_t axis,
                          bool circular) {
+  check_given(cache, cache_name);
+  check_given(update, "update");
   const int64_t rank = cache.dim();
   ONNX_ATTN_CHECK(2 <= rank && rank <= kMaxScatterRank, cache_name, ": has shape ", shape_text(cache), "; it must have 2 to ",
                   kMaxScatterRank, " axes, the first being the batch");
@@ -75,7 +57,7 @@ Scatter describe_scatter(const Tensor& cache, const char* cache_name, const Tens
     if (cache.is_cpu()) {
       for (int64_t entry = 0; entry < batch; ++entry) {
         const int64_t first = scatter.write_indices[entry];
-        ONNX_ATTN_CHECK(first >= 0 && (circular || first + rows <= capacity), "write_indices: entry ", entry, " is ", first, "; ", rows,
+        ONNX_ATTN_CHECK(first >= 0 && (circular || first <= capacity - rows), "write_indices: entry ", entry, " is ", first, "; ", rows,
                         " rows must fit in an axis of ", capacity, circular ? " (an index may not be negative)" : "");
       }
     }
@@ -96,11 +78,13 @@ Tensor tensor_scatter(const Tensor& past_cache, const Tensor& update, OptionalTe
 void tensor_scatter_in_place(const Tensor& cache, const Tensor& update, OptionalTensor write_indices, int64_t axis, bool circular) {
   const Scatter scatter = describe_scatter(cache, "cache", update, write_indices, axis, circular);
   check_writable(cache, "cache");
+  check_no_overlap(cache, "cache", update, "update");
   const DeviceScope scope(cache);
   run(scatter, cache);
 }
 
 Tensor valid_kv_length(const Tensor& attn_mask) {
+  check_given(attn_mask, "attn_mask");
   const ScalarType type = attn_mask.scalar_type();
   ONNX_ATTN_CHECK(type == ScalarType::Bool || is_floating(type), "attn_mask: has dtype ", dtype_name(type),
                   "; allowed are bool (true keeps) and floating types (above -1000 keeps)");

@@ -35,12 +35,14 @@ void check_attributes(const MhaAttributes& attributes) {
 }
 
 void check_like_query(const Tensor& tensor, const char* name, const Tensor& query) {
+  check_given(tensor, name);
   ONNX_ATTN_CHECK(tensor.scalar_type() == query.scalar_type(), name, ": has dtype ", dtype_name(tensor.scalar_type()), ", but query has ",
                   dtype_name(query.scalar_type()), "; the two must be the same");
   check_same_device(tensor, name, query, "query");
 }
 
 Layout find_layout(const Inputs& inputs) {
+  check_given(inputs.query, "query");
   const int64_t query_rank = inputs.query.dim();
   if (query_rank == 5) {
     ONNX_ATTN_CHECK(!inputs.key, "key: must be absent with a packed 5-D query of shape ", shape_text(inputs.query));
@@ -330,8 +332,22 @@ void check_past_sequence_length(const Tensor& length, int64_t new_len, int64_t c
   const int64_t past = count_at(length, 0);
   ONNX_ATTN_CHECK(0 <= past && past < capacity, "past_sequence_length: is ", past, "; it must be in [0, ", capacity,
                   "), the rows of past_key");
-  ONNX_ATTN_CHECK(past + new_len <= capacity, "past_sequence_length: is ", past, "; with ", new_len, " new rows that is more than the ",
+  ONNX_ATTN_CHECK(past <= capacity - new_len, "past_sequence_length: is ", past, "; with ", new_len, " new rows that is more than the ",
                   capacity, " rows of past_key");
+}
+
+// On the CPU every beam that will be followed is checked, in the type it was given in: a cast could hide an illegal one.
+void check_beams(const Tensor& indirection, const Tensor& past_length) {
+  if (!indirection.is_cpu()) return;
+  const int64_t beams = indirection.size(1);
+  for (int64_t entry = 0; entry < indirection.size(0) * beams; ++entry) {
+    const Tensor rows = torch::stable::select(torch::stable::select(indirection, 0, entry / beams), 0, entry % beams);
+    for (int64_t row = 0; row < count_at(past_length, 0); ++row) {
+      const int64_t beam = count_at(rows, row);
+      ONNX_ATTN_CHECK(0 <= beam && beam < beams, "cache_indirection: entry ", entry, ", row ", row, " is ", beam, "; it must be in [0, ",
+                      beams, ")");
+    }
+  }
 }
 
 // Beams act only where ONNX Runtime lets them: on single-token steps with separate keys and no mask but a 2-D one. Else they are
@@ -351,20 +367,13 @@ void describe_beams(Problem& problem, OptionalTensor& indirection, const Inputs&
   if (!acts || problem.batch == 0) return;
   ONNX_ATTN_CHECK(problem.append.new_len == 1, "cache_indirection: needs one new key with its one query, but key has ",
                   problem.append.new_len, " rows");
+  check_beams(*indirection, past_length);
   indirection = torch::stable::contiguous(torch::stable::to(*indirection, ScalarType::Int));
   Beams& beams = problem.beams;
   beams.index = static_cast<const int32_t*>(indirection->const_data_ptr());
   beams.batch_stride = capacity;
   beams.width = indirection->size(1);
   beams.past = past;
-  if (!indirection->is_cpu()) return;
-  for (int64_t entry = 0; entry < problem.batch; ++entry) {
-    for (int64_t row = 0; row < count_at(past_length, 0); ++row) {
-      const int64_t beam = beams.index[entry * capacity + row];
-      ONNX_ATTN_CHECK(0 <= beam && beam < beams.width, "cache_indirection: entry ", entry, ", row ", row, " is ", beam,
-                      "; it must be in [0, ", beams.width, ")");
-    }
-  }
 }
 
 Tensor attend_shared(Inputs inputs, const Tensor& past_key, const Tensor& past_value, const Tensor& past_sequence_length,
@@ -382,6 +391,11 @@ Tensor attend_shared(Inputs inputs, const Tensor& past_key, const Tensor& past_v
   check_writable(past_key, "past_key");
   check_writable(past_value, "past_value");
   check_no_overlap(past_key, "past_key", past_value, "past_value");
+  for (const auto& [cache, cache_name] : {std::pair{&past_key, "past_key"}, std::pair{&past_value, "past_value"}}) {
+    check_no_overlap(*cache, cache_name, inputs.query, "query");
+    if (inputs.key) check_no_overlap(*cache, cache_name, *inputs.key, "key");
+    if (inputs.value) check_no_overlap(*cache, cache_name, *inputs.value, "value");
+  }
   const int64_t capacity = past_key.size(2), new_len = problem.kv_len;
   ONNX_ATTN_CHECK(new_len <= capacity, "key: has ", new_len, " rows, but past_key holds only ", capacity);
   check_past_sequence_length(past_sequence_length, new_len, capacity, inputs.query);

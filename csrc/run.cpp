@@ -40,6 +40,8 @@ Plan plan_for(const Problem& problem, const Device& device) {
   return plan;
 }
 
+void check_followed(const Plan& plan) { ONNX_ATTN_CHECK(!plan.error, "kernel: the wish for a kernel cannot be followed: ", plan.error); }
+
 void run_cpu(const Problem& problem) {
   const Plan plan = plan_for(problem, Device{});
   if (plan.separate_append) cpu::append(problem, parallel_for);
@@ -77,7 +79,7 @@ Problem bias_as_append(const Problem& problem, const Problem& attended) {
 
 void run_cuda(const Problem& problem, const Tensor& like) {
   const Plan plan = plan_for(problem, device_of(like));
-  ONNX_ATTN_CHECK(!plan.error, "kernel: the forced kernel cannot run this call: ", plan.error);
+  check_followed(plan);
   void* stream = current_stream(like);
   OptionalTensor workspace;  // given back to the caching allocator on return, which keeps it until the stream has passed
   void* scratch = nullptr;
@@ -114,7 +116,9 @@ Device own_device(const Tensor& like) {
 void run(const Problem& problem, const Tensor& like) {
   if (plan_record::is_recording()) {
     const Device* pretended = plan_record::pretended_device();
-    return plan_record::store(plan_for(problem, pretended ? *pretended : own_device(like)));
+    const Plan plan = plan_for(problem, pretended ? *pretended : own_device(like));
+    check_followed(plan);
+    return plan_record::store(plan);
   }
   if (like.is_cpu()) return run_cpu(problem);
 #ifdef ONNX_ATTN_WITH_CUDA

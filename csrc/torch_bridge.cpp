@@ -32,6 +32,32 @@ std::string shape_text(const Tensor& tensor) {
   return text + "]";
 }
 
+int element_size(ScalarType type) {
+  switch (type) {
+    case ScalarType::Bool:
+    case ScalarType::Char:
+    case ScalarType::Byte:
+    case ScalarType::Float8_e5m2:
+    case ScalarType::Float8_e4m3fn:
+    case ScalarType::Float8_e5m2fnuz:
+    case ScalarType::Float8_e4m3fnuz: return 1;
+    case ScalarType::Half:
+    case ScalarType::BFloat16:
+    case ScalarType::Short:
+    case ScalarType::UInt16: return 2;
+    case ScalarType::Float:
+    case ScalarType::Int:
+    case ScalarType::UInt32:
+    case ScalarType::ComplexHalf: return 4;
+    case ScalarType::Double:
+    case ScalarType::Long:
+    case ScalarType::UInt64:
+    case ScalarType::ComplexFloat: return 8;
+    case ScalarType::ComplexDouble: return 16;
+    default: return 0;
+  }
+}
+
 bool is_floating(ScalarType type) {
   return type == ScalarType::Double || type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16;
 }
@@ -49,7 +75,12 @@ DType dtype_of(const Tensor& tensor) {
   }
 }
 
+void check_given(const Tensor& tensor, const char* name) {
+  ONNX_ATTN_CHECK(tensor.get() && tensor.defined(), name, ": is None; a tensor is required");
+}
+
 void check_same_device(const Tensor& tensor, const char* name, const Tensor& first, const char* first_name) {
+  check_given(tensor, name);
   const bool same = tensor.is_cuda() == first.is_cuda() && tensor.is_cpu() == first.is_cpu() &&
                     (!tensor.is_cuda() || tensor.get_device_index() == first.get_device_index());
   const auto place = [](const Tensor& t) { return t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index()) : std::string("cpu"); };
@@ -74,8 +105,13 @@ static Tensor empty_strided(const Tensor& like, ScalarType type, const int64_t* 
   AtenTensorHandle handle = nullptr;
   int32_t device_type = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(rank, sizes, strides, static_cast<int32_t>(type), device_type,
-                                                  like.is_cuda() ? like.get_device_index() : 0, &handle));
+  const AOTITorchError error = aoti_torch_empty_strided(rank, sizes, strides, static_cast<int32_t>(type), device_type,
+                                                        like.is_cuda() ? like.get_device_index() : 0, &handle);
+  if (error != AOTI_TORCH_SUCCESS) {
+    std::string shape;
+    for (int64_t axis = 0; axis < rank; ++axis) shape += (axis ? ", " : "") + std::to_string(sizes[axis]);
+    fail("onnx_attn: out of memory: no room for an output or workspace of shape [", shape, "] and type ", dtype_name(type));
+  }
   return Tensor(handle);
 }
 
@@ -108,14 +144,6 @@ static int64_t extent(const Tensor& tensor) {
   return last + 1;
 }
 
-static int64_t element_size(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Double: return 8;
-    case ScalarType::Float: return 4;
-    default: return 2;
-  }
-}
-
 void check_writable(const Tensor& tensor, const char* name) {
   for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
     ONNX_ATTN_CHECK(tensor.size(axis) <= 1 || tensor.stride(axis) != 0, name, ": is written in place, but axis ", axis,
@@ -126,9 +154,10 @@ void check_writable(const Tensor& tensor, const char* name) {
 void check_no_overlap(const Tensor& first, const char* first_name, const Tensor& second, const char* second_name) {
   const char* a = static_cast<const char*>(first.const_data_ptr());
   const char* b = static_cast<const char*>(second.const_data_ptr());
-  const int64_t a_bytes = extent(first) * element_size(first), b_bytes = extent(second) * element_size(second);
+  const int64_t a_bytes = extent(first) * element_size(first.scalar_type()), b_bytes = extent(second) * element_size(second.scalar_type());
   const bool apart = a_bytes == 0 || b_bytes == 0 || a + a_bytes <= b || b + b_bytes <= a;
-  ONNX_ATTN_CHECK(apart, second_name, ": overlaps ", first_name, " in memory; the two must be different storage");
+  ONNX_ATTN_CHECK(apart, second_name, ": overlaps ", first_name,
+                  ", which is written in place, in the memory that the two span; they must be different storage");
 }
 
 int64_t count_at(const Tensor& counts, int64_t index) {

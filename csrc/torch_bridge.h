@@ -38,9 +38,11 @@ template <typename... Parts>
 
 std::string dtype_name(ScalarType type);       // "float16"
 std::string shape_text(const Tensor& tensor);  // "[2, 4, 8, 64]"
+int element_size(ScalarType type);             // bytes; 0 for a type that cannot be copied
 bool is_floating(ScalarType type);             // one of the four floating types of Problem
 DType dtype_of(const Tensor& tensor);          // for a type that Problem knows
 
+void check_given(const Tensor& tensor, const char* name);  // None for a required tensor arrives as an undefined one
 void check_same_device(const Tensor& tensor, const char* name, const Tensor& first, const char* first_name);
 
 // The tensor itself when its last axis has unit stride, else a contiguous copy.
@@ -56,6 +58,7 @@ Tensor empty_bhsd(const Tensor& like, int64_t batch, int64_t heads, int64_t rows
 
 // Refuses a tensor that is written in place but whose elements share memory (an expanded axis).
 void check_writable(const Tensor& tensor, const char* name);
+// `first` is written in place: nothing else may lie between its first and last element.
 void check_no_overlap(const Tensor& first, const char* first_name, const Tensor& second, const char* second_name);
 
 // Reads counts that live on the CPU; never called for CUDA tensors.

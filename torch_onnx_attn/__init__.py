@@ -3,8 +3,10 @@
 Importing the package registers ``torch.ops.onnx_attn`` and changes nothing else in the process.
 """
 
+from importlib import import_module as _import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as _version
+from types import ModuleType as _ModuleType
 
 try:
     __version__ = _version("torch-onnx-attn")
@@ -32,6 +34,14 @@ from .ops import (
     tensor_scatter_,
     valid_kv_length,
 )
+
+
+def __getattr__(name: str) -> _ModuleType:
+    """The parts that need more than torch are imported when they are first used."""
+    if name in ("onnx", "reference"):
+        return _import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "CPU",

@@ -17,21 +17,31 @@ def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
     return value.to(dtype) if castable and value.device.type == device_type else value
 
 
+# The cache that a tensor is stored in decides its type: Q meets the keys.
+_STORED_IN = {
+    "onnx_attn::attention_cached": {"Q": "key_cache", "K": "key_cache", "V": "value_cache"},
+    "onnx_attn::mha": {name: "past_key" for name in ("query", "key", "value", "bias", "attention_bias")},
+}
+
+
 def _kernel(op: Any, device_type: str, key: torch.DispatchKey) -> Callable[..., Any]:
-    arguments = [argument.name for argument in op._schema.arguments]
-    written = {argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write}
+    names = [argument.name for argument in op._schema.arguments]
+    written = [argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write]
+    caches = _STORED_IN[op._schema.name] if written else {}
     excluded = torch._C.DispatchKeySet(key)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        named = dict(zip(arguments, args, strict=False)) | kwargs
-        caches = [named[name] for name in written]
-        dtype = caches[0].dtype if caches else torch.get_autocast_dtype(device_type)
+        given = dict(zip(names, args, strict=False)) | kwargs
+
+        def cast(name: str, value: Any) -> Any:
+            if name in written:
+                return value
+            dtype = given[caches[name]].dtype if name in caches else torch.get_autocast_dtype(device_type)
+            return _cast(value, device_type, dtype)
+
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            cast_args = [
-                value if name in written else _cast(value, device_type, dtype) for name, value in zip(arguments, args, strict=False)
-            ]
-            cast_kwargs = {name: value if name in written else _cast(value, device_type, dtype) for name, value in kwargs.items()}
-            return op(*cast_args, **cast_kwargs)
+            cast_args = [cast(name, value) for name, value in zip(names, args, strict=False)]
+            return op(*cast_args, **{name: cast(name, value) for name, value in kwargs.items()})
 
     return kernel
 

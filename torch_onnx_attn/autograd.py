@@ -50,17 +50,27 @@ class _ForwardOnly(torch.autograd.Function):
 
 def _forward_only(op: Any) -> Callable[..., Any]:
     below_autograd = torch._C._after_autograd_keyset
+    names = [argument.name for argument in op._schema.arguments]
+    written = [argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write]
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         def call() -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 return op.redispatch(keyset & below_autograd, *args, **kwargs)
 
+        given = dict(zip(names, args, strict=False)) | kwargs if written else {}
+        caches = {name: given[name] for name in written if isinstance(given[name], Tensor)}
+        inputs = []
         if torch.is_grad_enabled():
+            for name, cache in caches.items():
+                if cache.requires_grad:
+                    raise RuntimeError(f"{name}: requires a gradient, but is written in place and onnx_attn is forward only; detach it")
             inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
-            if inputs:
-                return _ForwardOnly.apply(call, *inputs)  # type: ignore[no-untyped-call]
-        return call()
+        result = _ForwardOnly.apply(call, *inputs) if inputs else call()  # type: ignore[no-untyped-call]
+        for cache in caches.values():  # so that a backward pass that saved the cache notices the write
+            if not cache.is_inference():
+                torch.autograd.graph.increment_version(cache)
+        return result
 
     return kernel
 

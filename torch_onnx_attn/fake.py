@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +14,102 @@ Size = Any  # int or torch.SymInt
 
 
 def _register(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return torch.library.register_fake(f"onnx_attn::{name}")  # type: ignore[no-any-return]
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.onnx_attn, packet), overload or "default")
+    names = [argument.name for argument in op._schema.arguments]
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            _check_devices({name: value for name, value in given.items() if isinstance(value, Tensor)})
+            if packet == "mha":
+                _check_mha_bias(given)
+            return function(*args, **kwargs)
+
+        return torch.library.register_fake(f"onnx_attn::{name}", fake)  # type: ignore[no-any-return]
+
+    return decorate
 
 
 def _check_rank(tensor: Tensor, name: str, *ranks: int) -> None:
     torch._check(tensor.dim() in ranks, lambda: f"{name}: has shape {list(tensor.shape)}; it must have {' or '.join(map(str, ranks))} axes")
 
 
+def _check(claim: bool, message: str) -> None:
+    if not claim:
+        raise RuntimeError(message)
+
+
+def _check_devices(tensors: dict[str, Tensor]) -> None:
+    """Meta tensors beside real ones would come here too; nothing could be computed from them."""
+    (first, reference), *others = tensors.items()
+    for name, tensor in others:
+        place = tensor.device
+        _check(place == reference.device, f"{name}: is on {place}, but {first} is on {reference.device}; all tensors must be on one device")
+
+
+def _differ(first: Size, second: Size) -> bool:
+    """Whether two sizes are known to differ; symbolic ones are left to the kernel, so as to add no guard."""
+    return isinstance(first, int) and isinstance(second, int) and first != second
+
+
 # ------------------------------------------------------------------------------------------------ ai.onnx::Attention
+
+
+def _check_attributes(
+    is_causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_precision: int | None = None,
+    left_window_size: int = -1,
+    right_window_size: int = -1,
+    qk_matmul_output_mode: int = 0,
+    return_lse: bool = True,
+) -> None:
+    """What the kernels check of attributes, for graphs that are traced and exported without ever running."""
+    _check(scale is None or (math.isfinite(scale) and scale >= 0), f"scale: is {scale}; it must be a finite number >= 0")
+    _check(math.isfinite(softcap) and softcap >= 0, f"softcap: is {softcap}; it must be a finite number >= 0")
+    _check(softmax_precision in (None, 1, 10, 11, 16), f"softmax_precision: is {softmax_precision}; allowed are 1, 10, 11 and 16")
+    _check(left_window_size >= -1, f"left_window_size: is {left_window_size}; it must be >= -1")
+    _check(right_window_size >= -1, f"right_window_size: is {right_window_size}; it must be >= -1")
+    _check(0 <= qk_matmul_output_mode <= 3, f"qk_matmul_output_mode: is {qk_matmul_output_mode}; allowed are 0 to 3")
+    _check(return_lse, "return_lse: is false; leave it out for Y alone")
+
+
+def _check_attention(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    attn_mask: Tensor | None,
+    q_num_heads: int,
+    kv_num_heads: int,
+    nonpad_kv_seqlen: Tensor | None = None,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    past_len: Size = 0,
+    **attributes: Any,
+) -> None:
+    _check_attributes(**attributes)
+    for name, tensor in (("Q", Q), ("K", K), ("V", V)):
+        _check_rank(tensor, name, *((3, 4) if tensor is Q else (Q.dim(),)))
+    if Q.dim() == 3:
+        _check(q_num_heads > 0 and kv_num_heads > 0, "q_num_heads, kv_num_heads: must be positive for 3-D inputs")
+    else:
+        _check(not q_num_heads or not _differ(Q.shape[1], q_num_heads), f"q_num_heads: is {q_num_heads}, but Q has {Q.shape[1]} heads")
+        _check(not kv_num_heads or not _differ(K.shape[1], kv_num_heads), f"kv_num_heads: is {kv_num_heads}, but K has {K.shape[1]} heads")
+    (_, _, head_size), (_, kv_len, k_head_size), (_, v_len, _) = (
+        _heads_of(Q, q_num_heads),
+        _heads_of(K, kv_num_heads),
+        _heads_of(V, kv_num_heads),
+    )
+    _check(not _differ(head_size, k_head_size), f"K: has head size {k_head_size}, but Q has {head_size}")
+    _check(not _differ(kv_len, v_len), f"V: has {v_len} rows, but K has {kv_len}")
+    _check(past_key is None or nonpad_kv_seqlen is None, "nonpad_kv_seqlen: cannot be combined with past_key and past_value")
+    if attn_mask is not None:
+        _check_rank(attn_mask, "attn_mask", 1, 2, 3, 4)
+        columns, total = attn_mask.shape[-1], kv_len + (past_key.shape[2] if past_key is not None else past_len)
+        too_long = isinstance(columns, int) and isinstance(total, int) and columns > total
+        _check(not too_long, f"attn_mask: last axis is {columns}, but there are {total} keys; it may be shorter, never longer")
 
 
 def _output(Q: Tensor, V: Tensor, q_num_heads: int, kv_num_heads: int) -> Tensor:
@@ -60,29 +149,34 @@ def _scores(Q: Tensor, K: Tensor, past_len: Size, q_num_heads: int, kv_num_heads
 
 @_register("attention")
 def _attention(Q, K, V, attn_mask=None, *, nonpad_kv_seqlen=None, q_num_heads=0, kv_num_heads=0, **attributes):  # type: ignore[no-untyped-def]
+    _check_attention(Q, K, V, attn_mask, q_num_heads, kv_num_heads, nonpad_kv_seqlen, **attributes)
     return _output(Q, V, q_num_heads, kv_num_heads)
 
 
 @_register("attention.kv")
 def _attention_kv(Q, K, V, attn_mask=None, *, past_key, past_value=None, q_num_heads=0, kv_num_heads=0, **attributes):  # type: ignore[no-untyped-def]
-    torch._check(past_value is not None, lambda: "past_value: is missing; past_key and past_value must be given together")
+    _check(past_value is not None, "past_value: is missing; past_key and past_value must be given together")
+    _check_attention(Q, K, V, attn_mask, q_num_heads, kv_num_heads, past_key=past_key, past_value=past_value, **attributes)
     Y = _output(Q, V, q_num_heads, kv_num_heads)
     return Y, _present(past_key, K, "past_key", kv_num_heads), _present(past_value, V, "past_value", kv_num_heads)
 
 
 @_register("attention.qk")
 def _attention_qk(Q, K, V, attn_mask=None, *, q_num_heads=0, kv_num_heads=0, **attributes):  # type: ignore[no-untyped-def]
+    _check_attention(Q, K, V, attn_mask, q_num_heads, kv_num_heads, **attributes)
     return _output(Q, V, q_num_heads, kv_num_heads), _scores(Q, K, 0, q_num_heads, kv_num_heads)
 
 
 @_register("attention.kv_qk")
 def _attention_kv_qk(Q, K, V, attn_mask=None, *, past_key, past_value=None, q_num_heads=0, kv_num_heads=0, **attributes):  # type: ignore[no-untyped-def]
-    outputs = _attention_kv(Q, K, V, past_key=past_key, past_value=past_value, q_num_heads=q_num_heads, kv_num_heads=kv_num_heads)
+    heads = {"q_num_heads": q_num_heads, "kv_num_heads": kv_num_heads}
+    outputs = _attention_kv(Q, K, V, attn_mask, past_key=past_key, past_value=past_value, **heads, **attributes)
     return (*outputs, _scores(Q, K, past_key.shape[2], q_num_heads, kv_num_heads))
 
 
 @_register("attention.lse")
 def _attention_lse(Q, K, V, attn_mask=None, *, q_num_heads=0, kv_num_heads=0, **attributes):  # type: ignore[no-untyped-def]
+    _check_attention(Q, K, V, attn_mask, q_num_heads, kv_num_heads, **attributes)
     heads, q_len, _ = _heads_of(Q, q_num_heads)
     lse = Q.new_empty(Q.shape[0], heads, q_len, dtype=torch.float32)
     return _output(Q, V, q_num_heads, kv_num_heads), lse
@@ -90,6 +184,10 @@ def _attention_lse(Q, K, V, attn_mask=None, *, q_num_heads=0, kv_num_heads=0, **
 
 @_register("attention_cached")
 def _attention_cached(Q, K, V, key_cache, value_cache, cache_lengths, *, q_num_heads=0, kv_num_heads=0, **attributes):  # type: ignore[no-untyped-def]
+    attn_mask = attributes.pop("attn_mask", None)
+    _check_rank(key_cache, "key_cache", 4)
+    _, new_len, _ = _heads_of(K, kv_num_heads or 1)
+    _check_attention(Q, K, V, attn_mask, q_num_heads, kv_num_heads, past_len=key_cache.shape[2] - new_len, **attributes)
     return _output(Q, V, q_num_heads, kv_num_heads)
 
 
@@ -114,6 +212,18 @@ def _mha_sizes(query: Tensor, key: Tensor | None, value: Tensor | None, num_head
     if key.dim() == 4:
         return key.shape[2], head_size, head_size
     return key.shape[1], head_size, value.shape[2] // num_heads
+
+
+def _check_mha_bias(given: dict[str, Any]) -> None:
+    bias, query, num_heads = given.get("bias"), given["query"], given["num_heads"]
+    if bias is None:
+        return
+    _check_rank(bias, "bias", 1)
+    _, head_size, v_head_size = _mha_sizes(query, given.get("key"), given.get("value"), num_heads)
+    expected = num_heads * (2 * head_size + v_head_size)
+    _check(
+        not _differ(bias.shape[0], expected), f"bias: has shape {list(bias.shape)}; it must be [hidden + hidden + v_hidden] = [{expected}]"
+    )
 
 
 def _mha_output(query: Tensor, key: Tensor | None, value: Tensor | None, num_heads: int) -> Tensor:

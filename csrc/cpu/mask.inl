@@ -143,9 +143,10 @@ static void pad_row(Unit<T>& unit, int64_t row, int64_t key, int64_t count, T* s
     const T filter = static_cast<T>(padding.filter);
     int64_t spoken_of = 0;  // the keys behind are not kept
     if (padding.kind == Padding::Kind::lengths) {
-      const int64_t length = padding.dtype == DType::i64 ? static_cast<const int64_t*>(padding.data)[unit.batch]
-                                                         : static_cast<const int32_t*>(padding.data)[unit.batch];
-      spoken_of = smaller(larger(length - key, 0), count);
+      const int64_t at = unit.batch * padding.batch_stride;
+      const int64_t length =
+          padding.dtype == DType::i64 ? static_cast<const int64_t*>(padding.data)[at] : static_cast<const int32_t*>(padding.data)[at];
+      spoken_of = smaller(larger(larger(length, 0) - key, 0), count);  // a length may be any 64-bit number
       for (int64_t j = 0; j < spoken_of; ++j) added[j] = 0;
     } else {
       spoken_of = smaller(larger(padding.columns - key, 0), count);
