@@ -59,7 +59,7 @@ NODES = {
     "mask_rows_bool": Node(MhaCase(mask="rows", mask_dtype=torch.bool), casts=("Cast",)),
     "mask_keys_int64": Node(MhaCase(mask="keys", mask_dtype=torch.int64), casts=("Greater", "Cast")),
     "mask_rows_int64": Node(MhaCase(mask="rows", mask_dtype=torch.int64), casts=("Greater", "Cast")),
-    "mask_lengths_int64": Node(MhaCase(mask="lengths", mask_dtype=torch.int64), casts=("Cast",)),
+    "mask_lengths_int64": Node(MhaCase(mask="lengths", mask_dtype=torch.int64), casts=("Clip", "Cast")),
     # past and present
     "past": Node(MhaCase(past=3)),
     "past_of_length_0": Node(MhaCase(past=0)),

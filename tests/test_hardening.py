@@ -195,6 +195,22 @@ def test_a_forced_kernel_that_cannot_run_is_an_error_to_explain_too() -> None:
         explain(ops.attention.default, Q, Q, Q, machine=H200)
 
 
+def test_exported_lengths_beyond_int32_mean_all_keys() -> None:
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    query, key, lengths = torch.randn(2, 3, 8), torch.randn(2, 5, 8), torch.tensor([3, 2**32 + 1])
+
+    class Model(torch.nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            return ops.mha(query, key, key, key_padding_mask=lengths, num_heads=2)  # type: ignore[no-any-return]
+
+    program = torch_onnx_attn.onnx.export(Model().eval(), (query, key, lengths))
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_inputs()]
+    (result,) = session.run(None, {name: value.numpy() for name, value in zip(names, (query, key, lengths), strict=True)})
+    torch.testing.assert_close(torch.from_numpy(result), Model()(query, key, lengths), atol=2e-3, rtol=0)
+
+
 # ------------------------------------------------------------------------------------------------ the package
 
 
@@ -208,7 +224,7 @@ def test_submodules_come_with_the_package() -> None:
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 def test_no_heads_are_an_empty_output(dtype: torch.dtype, device: str) -> None:
     empty = torch.empty(2, 0, 3, 4, dtype=dtype, device=device)
-    assert ops.attention(empty, empty, empty).shape == (2, 0, 3, 4)
+    assert ops.attention(empty, empty, empty).shape == reference.attention(empty, empty, empty).Y.shape == (2, 0, 3, 4)
 
 
 def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

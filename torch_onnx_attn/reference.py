@@ -347,7 +347,7 @@ def _join_heads(x: Tensor) -> Tensor:
 
 def _for_each_query_head(x: Tensor, q_heads: int) -> Tensor:
     """[batch, kv_heads, length, size] to [batch, q_heads, length, size]: query head h reads kv head h // group."""
-    return x.repeat_interleave(q_heads // x.shape[1], dim=1)
+    return x.repeat_interleave(q_heads // max(x.shape[1], 1), dim=1)
 
 
 def _visible(q_len: int, kv_len: int, lengths: Tensor | None, offset: Tensor, is_causal: bool, left: int, right: int) -> Tensor:

@@ -20,9 +20,9 @@ attention                              Attention                                
 ... with nonpad_kv_seqlen              Attention                                                       24
 ... with a window                      Attention                                                       25
 mha                                    com.microsoft::MultiHeadAttention                               the exporter's own
-... with an int64 or bool mask         the same, and a Cast to int32 (int64: after Greater)            the exporter's own
+... with an int64 or bool mask         the same, and a Cast to int32 (int64: after Greater or Clip)    the exporter's own
 tensor_scatter, tensor_scatter_        TensorScatter                                                   24
-attention_cached                       2 TensorScatter, 1 Add, 1 Attention                             24
+attention_cached                       2 TensorScatter, 1 Add, 1 Attention (4-D inputs)                24
 valid_kv_length                        6 to 8 small nodes                                              the exporter's own
 attention with lse                     none: refused, ONNX has no such output                          -
 =====================================  ==============================================================  ==================
