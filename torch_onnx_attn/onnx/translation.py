@@ -149,10 +149,8 @@ def _mha(*outputs: str) -> Callable[..., Translated]:
 def _int32_mask(mask: Value) -> Value:
     """The operator takes int32 masks only. "Keep" is > 0, which an int64 number beyond int32 must still say after the cast."""
     if mask is not None and mask.dtype == _INT64:
-        if len(mask.shape) == 1:  # lengths: more than int32 holds is more than there are keys
-            mask = nodes.helper("Clip", mask, 0, 2**31 - 1)
-        else:
-            mask = nodes.helper("Greater", mask, 0)
+        is_lengths = len(mask.shape) == 1  # more than int32 holds is more than there are keys
+        mask = nodes.helper("Clip", mask, 0, 2**31 - 1) if is_lengths else nodes.helper("Greater", mask, 0)
         return nodes.helper("Cast", mask, to=_INT32)
     return _cast(mask, _INT32)
 
