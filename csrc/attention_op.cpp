@@ -360,18 +360,7 @@ Tensor attention_cached(Tensor Q, Tensor K, Tensor V, const Tensor& key_cache, c
   check_past(problem, value_cache, "value_cache", V, "V", problem.v_head_size, Q);
   const int64_t capacity = key_cache.size(2);
   ONNX_ATTN_CHECK(value_cache.size(2) == capacity, "value_cache: has ", value_cache.size(2), " rows, but key_cache has ", capacity);
-  ONNX_ATTN_CHECK(problem.head_size == 1 || key_cache.stride(3) == 1, "key_cache: last axis has stride ", key_cache.stride(3),
-                  "; it must be 1");
-  ONNX_ATTN_CHECK(problem.v_head_size == 1 || value_cache.stride(3) == 1, "value_cache: last axis has stride ", value_cache.stride(3),
-                  "; it must be 1");
-  check_writable(key_cache, "key_cache");
-  check_writable(value_cache, "value_cache");
-  check_no_overlap(key_cache, "key_cache", value_cache, "value_cache");
-  for (const auto& [cache, cache_name] : {std::pair{&key_cache, "key_cache"}, std::pair{&value_cache, "value_cache"}}) {
-    check_no_overlap(*cache, cache_name, Q, "Q");
-    check_no_overlap(*cache, cache_name, K, "K");
-    check_no_overlap(*cache, cache_name, V, "V");
-  }
+  check_written_caches({&key_cache, "key_cache"}, {&value_cache, "value_cache"}, {{&Q, "Q"}, {&K, "K"}, {&V, "V"}});
   check_same_device(cache_lengths, "cache_lengths", Q, "Q");
   ONNX_ATTN_CHECK(cache_lengths.scalar_type() == ScalarType::Long || cache_lengths.scalar_type() == ScalarType::Int,
                   "cache_lengths: has dtype ", dtype_name(cache_lengths.scalar_type()), "; it must be int64 or int32");

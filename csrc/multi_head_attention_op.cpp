@@ -384,18 +384,9 @@ Tensor attend_shared(Inputs inputs, const Tensor& past_key, const Tensor& past_v
   describe_inputs(problem, inputs, layout, attributes);
   describe_bias(problem, inputs.bias, layout, inputs.query);
   check_caches(problem, layout, past_key, past_value, inputs.query);
-  ONNX_ATTN_CHECK(problem.head_size == 1 || past_key.stride(3) == 1, "past_key: last axis has stride ", past_key.stride(3),
-                  "; it must be 1");
-  ONNX_ATTN_CHECK(problem.head_size == 1 || past_value.stride(3) == 1, "past_value: last axis has stride ", past_value.stride(3),
-                  "; it must be 1");
-  check_writable(past_key, "past_key");
-  check_writable(past_value, "past_value");
-  check_no_overlap(past_key, "past_key", past_value, "past_value");
-  for (const auto& [cache, cache_name] : {std::pair{&past_key, "past_key"}, std::pair{&past_value, "past_value"}}) {
-    check_no_overlap(*cache, cache_name, inputs.query, "query");
-    if (inputs.key) check_no_overlap(*cache, cache_name, *inputs.key, "key");
-    if (inputs.value) check_no_overlap(*cache, cache_name, *inputs.value, "value");
-  }
+  const auto given = [](const OptionalTensor& tensor) { return tensor ? &*tensor : nullptr; };
+  check_written_caches({&past_key, "past_key"}, {&past_value, "past_value"},
+                       {{&inputs.query, "query"}, {given(inputs.key), "key"}, {given(inputs.value), "value"}});
   const int64_t capacity = past_key.size(2), new_len = problem.kv_len;
   ONNX_ATTN_CHECK(new_len <= capacity, "key: has ", new_len, " rows, but past_key holds only ", capacity);
   check_past_sequence_length(past_sequence_length, new_len, capacity, inputs.query);

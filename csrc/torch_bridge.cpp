@@ -160,6 +160,19 @@ void check_no_overlap(const Tensor& first, const char* first_name, const Tensor&
                   ", which is written in place, in the memory that the two span; they must be different storage");
 }
 
+void check_written_caches(NamedTensor keys, NamedTensor values, std::initializer_list<NamedTensor> read) {
+  for (const auto& [cache, name] : {keys, values}) {
+    ONNX_ATTN_CHECK(cache->size(3) == 1 || cache->stride(3) == 1, name, ": last axis has stride ", cache->stride(3), "; it must be 1");
+  }
+  for (const auto& [cache, name] : {keys, values}) check_writable(*cache, name);
+  check_no_overlap(*keys.tensor, keys.name, *values.tensor, values.name);
+  for (const auto& [cache, name] : {keys, values}) {
+    for (const auto& [tensor, tensor_name] : read) {
+      if (tensor) check_no_overlap(*cache, name, *tensor, tensor_name);
+    }
+  }
+}
+
 int64_t count_at(const Tensor& counts, int64_t index) {
   const int64_t offset = counts.dim() == 0 ? 0 : index * counts.stride(0);
   return counts.scalar_type() == ScalarType::Long ? static_cast<const int64_t*>(counts.const_data_ptr())[offset]

@@ -32,7 +32,7 @@ def _register(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _check_rank(tensor: Tensor, name: str, *ranks: int) -> None:
-    torch._check(tensor.dim() in ranks, lambda: f"{name}: has shape {list(tensor.shape)}; it must have {' or '.join(map(str, ranks))} axes")
+    _check(tensor.dim() in ranks, f"{name}: has shape {list(tensor.shape)}; it must have {' or '.join(map(str, ranks))} axes")
 
 
 def _check(claim: bool, message: str) -> None:
@@ -85,7 +85,6 @@ def _check_attention(
     kv_num_heads: int,
     nonpad_kv_seqlen: Tensor | None = None,
     past_key: Tensor | None = None,
-    past_value: Tensor | None = None,
     past_len: Size = 0,
     **attributes: Any,
 ) -> None:
@@ -114,10 +113,7 @@ def _check_attention(
 
 def _output(Q: Tensor, V: Tensor, q_num_heads: int, kv_num_heads: int) -> Tensor:
     """Y: 3-D for 3-D inputs, else 4-D in Q's axis order in memory."""
-    _check_rank(Q, "Q", 3, 4)
-    _check_rank(V, "V", Q.dim())
     if Q.dim() == 3:
-        torch._check(q_num_heads > 0 and kv_num_heads > 0, lambda: "q_num_heads, kv_num_heads: must be positive for 3-D inputs")
         return Q.new_empty(Q.shape[0], Q.shape[1], q_num_heads * (V.shape[2] // kv_num_heads))
     batch, heads, rows, _ = Q.shape
     columns = V.shape[3]
@@ -156,7 +152,7 @@ def _attention(Q, K, V, attn_mask=None, *, nonpad_kv_seqlen=None, q_num_heads=0,
 @_register("attention.kv")
 def _attention_kv(Q, K, V, attn_mask=None, *, past_key, past_value=None, q_num_heads=0, kv_num_heads=0, **attributes):  # type: ignore[no-untyped-def]
     _check(past_value is not None, "past_value: is missing; past_key and past_value must be given together")
-    _check_attention(Q, K, V, attn_mask, q_num_heads, kv_num_heads, past_key=past_key, past_value=past_value, **attributes)
+    _check_attention(Q, K, V, attn_mask, q_num_heads, kv_num_heads, past_key=past_key, **attributes)
     Y = _output(Q, V, q_num_heads, kv_num_heads)
     return Y, _present(past_key, K, "past_key", kv_num_heads), _present(past_value, V, "past_value", kv_num_heads)
 
@@ -197,16 +193,16 @@ def _attention_cached(Q, K, V, key_cache, value_cache, cache_lengths, *, q_num_h
 def _mha_sizes(query: Tensor, key: Tensor | None, value: Tensor | None, num_heads: int) -> tuple[Size, Size, Size]:
     """(new keys, head size, value head size) in any of the four layouts."""
     _check_rank(query, "query", 3, 5)
-    torch._check(num_heads > 0, lambda: f"num_heads: is {num_heads}; it must be positive")
+    _check(num_heads > 0, f"num_heads: is {num_heads}; it must be positive")
     if query.dim() == 5:
         return query.shape[1], query.shape[4], query.shape[4]
-    torch._check(key is not None, lambda: "key: is missing; only a packed 5-D query goes without")
+    _check(key is not None, "key: is missing; only a packed 5-D query goes without")
     assert key is not None
     _check_rank(key, "key", 3, 4, 5)
     head_size = query.shape[2] // num_heads
     if key.dim() == 5:
         return key.shape[1], head_size, head_size
-    torch._check(value is not None, lambda: "value: is missing; it must be given with key")
+    _check(value is not None, "value: is missing; it must be given with key")
     assert value is not None
     _check_rank(value, "value", key.dim())
     if key.dim() == 4:
@@ -232,7 +228,7 @@ def _mha_output(query: Tensor, key: Tensor | None, value: Tensor | None, num_hea
 
 
 def _mha_present(query: Tensor, key: Tensor | None, value: Tensor | None, past_key: Tensor, past_value: Tensor | None, num_heads: int):  # type: ignore[no-untyped-def]
-    torch._check(past_value is not None, lambda: "past_value: is missing; past_key and past_value must be given together")
+    _check(past_value is not None, "past_value: is missing; past_key and past_value must be given together")
     _check_rank(past_key, "past_key", 4)
     new_len, head_size, v_head_size = _mha_sizes(query, key, value, num_heads)
     total = past_key.shape[2] + new_len
