@@ -50,23 +50,37 @@ class _ForwardOnly(torch.autograd.Function):
 
 def _forward_only(op: Any) -> Callable[..., Any]:
     below_autograd = torch._C._after_autograd_keyset
+    redispatch = op._handle.redispatch_boxed
+    is_grad_enabled = torch.is_grad_enabled
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_grad_enabled():  # the way of every eager inference call: as little Python as there can be
+            return redispatch(keyset & below_autograd, *args, **kwargs)
+
+        def call() -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return redispatch(keyset & below_autograd, *args, **kwargs)
+
+        inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
+        return _ForwardOnly.apply(call, *inputs) if inputs else call()  # type: ignore[no-untyped-call]
+
+    return kernel
+
+
+def _forward_only_written(op: Any) -> Callable[..., Any]:
+    """As ``_forward_only``, for an op that writes some of its arguments."""
+    kernel_below = _forward_only(op)
     names = [argument.name for argument in op._schema.arguments]
     written = [argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write]
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        def call() -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                return op.redispatch(keyset & below_autograd, *args, **kwargs)
-
-        given = dict(zip(names, args, strict=False)) | kwargs if written else {}
+        given = dict(zip(names, args, strict=False)) | kwargs
         caches = {name: given[name] for name in written if isinstance(given[name], Tensor)}
-        inputs = []
         if torch.is_grad_enabled():
             for name, cache in caches.items():
                 if cache.requires_grad:
                     raise RuntimeError(f"{name}: requires a gradient, but is written in place and onnx_attn is forward only; detach it")
-            inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
-        result = _ForwardOnly.apply(call, *inputs) if inputs else call()  # type: ignore[no-untyped-call]
+        result = kernel_below(keyset, *args, **kwargs)
         for cache in caches.values():  # so that a backward pass that saved the cache notices the write
             if not cache.is_inference():
                 torch.autograd.graph.increment_version(cache)
@@ -81,5 +95,6 @@ OPERATORS = ("attention", "mha", "tensor_scatter", "tensor_scatter_", "attention
 for _name in OPERATORS:
     _packet = getattr(torch.ops.onnx_attn, _name)
     for _overload in _packet.overloads():
-        _suffix = "" if _overload == "default" else f".{_overload}"
-        _library.impl(f"{_name}{_suffix}", _forward_only(getattr(_packet, _overload)), "Autograd", with_keyset=True)
+        _op = getattr(_packet, _overload)
+        _kernel = _forward_only_written(_op) if _op._schema.is_mutable else _forward_only(_op)
+        _library.impl(_name if _overload == "default" else f"{_name}.{_overload}", _kernel, "Autograd", with_keyset=True)
