@@ -1,0 +1,48 @@
+"""The documentation: every Python block runs, in order, page by page; what is made from code is current; the site's pages all exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#]+\.(?:md|svg|png))[^)]*\)")
+
+
+def blocks(page: Path) -> list[str]:
+    return PYTHON.findall(page.read_text())
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_every_python_block_runs(page: Path, tmp_path: Path) -> None:
+    """In a process of its own, where nothing is imported yet and the current folder is empty."""
+    script = tmp_path / f"{page.stem}_blocks.py"
+    script.write_text("\n".join(blocks(page)))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    missing = [link for link in LINK.findall(page.read_text()) if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_what_is_made_from_code_is_current() -> None:
+    run = subprocess.run([sys.executable, "tools/make_docs.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_site_lists_every_page() -> None:
+    listed = set(re.findall(r"[\w]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert listed - {"CONTRIBUTING.md"} == {page.name for page in (ROOT / "docs").glob("*.md")}
