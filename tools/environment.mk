@@ -7,6 +7,7 @@ TORCH ?= torch==2.13.0
 
 BUILD_PACKAGES := setuptools wheel ninja numpy
 TEST_PACKAGES := pytest onnx>=1.23 onnx-ir>=1.0 onnxscript>=0.7 onnxruntime>=1.30 rich matplotlib transformers>=5
+DOCS_PACKAGES := mkdocs-material mkdocstrings[python]
 LINT_PACKAGES := ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5
 
 has = $(shell $(SYSTEM_PYTHON) tools/has_packages.py $(1) >/dev/null 2>&1 && echo 1)
@@ -49,4 +50,9 @@ PIP = $(VENV_PYTHON) -m pip install --disable-pip-version-check --progress-bar o
 .venv/.lint: .venv/.test
 	@echo "==> installing the linters"
 	$(PIP) $(foreach package,$(LINT_PACKAGES),"$(package)")
+	@touch $@
+
+.venv/.docs: .venv/.test
+	@echo "==> installing what the documentation needs"
+	$(PIP) $(foreach package,$(DOCS_PACKAGES),"$(package)")
 	@touch $@
