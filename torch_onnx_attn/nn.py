@@ -1,4 +1,4 @@
-"""Small modules around the ops: projections, heads and an optional static cache. Shapes as in :mod:`torch_onnx_attn.ops`."""
+"""Small modules around the ops: attention with its projections, and a static cache. Shapes as in :mod:`torch_onnx_attn.ops`."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ class MultiHeadAttention(torch.nn.Module):
         super().__init__()
         if num_heads <= 0 or embed_dim % num_heads:
             raise ValueError(f"embed_dim: is {embed_dim}, which is not a multiple of num_heads = {num_heads}")
+        self.head_size = embed_dim // num_heads
         self.attributes = {
-            "num_heads": num_heads,
             "scale": scale,
             "mask_filter_value": mask_filter_value,
             "unidirectional": unidirectional,
@@ -152,14 +152,181 @@ class MultiHeadAttention(torch.nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
+        projected_query = self.q_proj(query)
         output = torch.ops.onnx_attn.mha.default(
-            self.q_proj(query),
+            projected_query,
             self.k_proj(key),
             self.v_proj(value),
             self.in_proj_bias,
             key_padding_mask,
             attention_bias,
+            num_heads=projected_query.shape[-1] // self.head_size,  # this rank's heads, where the projections are split over ranks
             **self.attributes,
         )
         projected: Tensor = self.out_proj(output)
         return projected
+
+
+class KVCache(torch.nn.Module):
+    """Static key and value caches of all layers of a model, and how many rows of each batch entry are in use.
+
+    A step attends once in each layer, which writes the layer's new rows, and then advances once. All of it stays on the device:
+    nothing is read by the host, so that a step can be compiled and captured in a CUDA graph, and replayed while lengths grow. In an
+    ONNX file written by :func:`torch_onnx_attn.onnx.export_static_cache` each write is a TensorScatter and each attention an Attention
+    with ``nonpad_kv_seqlen``.
+
+    The buffers follow the module's ``to()`` and are no part of its ``state_dict``. Not-a-number past the lengths is harmless here, but
+    not in ONNX Runtime, so the caches start at zero.
+
+    Args:
+        layers: how many pairs of caches.
+        batch: batch entries.
+        kv_heads: key/value heads.
+        capacity: rows of each cache, the longest sequence that fits.
+        head_size: columns of the key caches.
+        v_head_size: columns of the value caches; default head_size.
+
+    Attributes:
+        lengths: int64 ``[batch]``, rows in use.
+    """
+
+    lengths: Tensor
+
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        kv_heads: int,
+        capacity: int,
+        head_size: int,
+        v_head_size: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        v_head_size = head_size if v_head_size is None else v_head_size
+        sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "capacity": capacity}
+        for name, size in (sizes | {"head_size": head_size, "v_head_size": v_head_size}).items():
+            if size <= 0:
+                raise ValueError(f"{name}: is {size}, must be positive")
+        if dtype is not None and dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise ValueError(f"dtype: is {dtype}, must be float16, bfloat16, float32 or float64")
+        self.layers = layers
+        self.capacity = capacity
+        for layer in range(layers):
+            for name, columns in (("key", head_size), ("value", v_head_size)):
+                buffer = torch.zeros(batch, kv_heads, capacity, columns, device=device, dtype=dtype)
+                self.register_buffer(f"{name}_{layer}", buffer, persistent=False)
+        self.register_buffer("lengths", torch.zeros(batch, dtype=torch.int64, device=device), persistent=False)
+
+    def key(self, layer: int) -> Tensor:
+        """The key cache of a layer: ``[batch, kv_heads, capacity, head_size]``."""
+        return self._cache("key", layer)
+
+    def value(self, layer: int) -> Tensor:
+        """The value cache of a layer: ``[batch, kv_heads, capacity, v_head_size]``."""
+        return self._cache("value", layer)
+
+    def _cache(self, name: str, layer: int) -> Tensor:
+        if not 0 <= layer < self.layers:
+            raise IndexError(f"layer: is {layer}, must be 0 to {self.layers - 1}")
+        cache: Tensor = getattr(self, f"{name}_{layer}")
+        return cache
+
+    def positions(self, rows: int) -> Tensor:
+        """The positions of this step's rows, for position embeddings: int64 ``[batch, rows]``."""
+        return self.lengths[:, None] + torch.arange(rows, device=self.lengths.device)
+
+    def append(self, layer: int, K: Tensor, V: Tensor) -> None:
+        """Writes this step's keys and values without attending: K ``[B, Hkv, S, D]``, V ``[B, Hkv, S, Dv]``.
+
+        :meth:`attend` with K and V does both by one kernel.
+
+        Raises:
+            RuntimeError: naming the argument; on the CPU also if rows do not fit. On CUDA rows that do not fit are dropped.
+        """
+        ops.tensor_scatter_(self.key(layer), K, self.lengths)
+        ops.tensor_scatter_(self.value(layer), V, self.lengths)
+
+    def attend(
+        self,
+        layer: int,
+        Q: Tensor,
+        K: Tensor | None = None,
+        V: Tensor | None = None,
+        *,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = True,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        left_window_size: int = -1,
+        right_window_size: int = -1,
+    ) -> Tensor:
+        """Attends to the valid rows of a layer's caches and to this step's own, after writing K and V there if they are given.
+
+        Args:
+            layer: whose caches.
+            Q: ``[B, Hq, L, D]``, the queries of this step's L rows.
+            K, V: ``[B, Hkv, L, D]`` and ``[B, Hkv, L, Dv]``; both or none. None where :meth:`append` has written this step's rows, as
+                when a layer borrows the cache of another.
+            attn_mask: as for :func:`torch_onnx_attn.attention`, over the capacity.
+            is_causal: row i of this step sees ``lengths[b] + i + 1`` keys.
+            scale, softcap, left_window_size, right_window_size: as for :func:`torch_onnx_attn.attention`.
+
+        Returns:
+            ``[B, Hq, L, Dv]``.
+
+        Raises:
+            RuntimeError: naming the argument; on the CPU also if rows do not fit. On CUDA rows that do not fit are dropped.
+        """
+        if (K is None) != (V is None):
+            raise ValueError("K, V: must be given together, or neither")
+        if Q.dim() != 4:
+            raise ValueError(f"Q: has {Q.dim()} axes, must be [batch, heads, rows, head_size]")
+        keys, values = self.key(layer), self.value(layer)
+        attributes = {
+            "is_causal": is_causal,
+            "scale": scale,
+            "softcap": softcap,
+            "left_window_size": left_window_size,
+            "right_window_size": right_window_size,
+        }
+        if K is not None and V is not None:
+            return ops.attention_cached(Q, K, V, keys, values, self.lengths, attn_mask=attn_mask, **attributes)  # type: ignore[arg-type]
+        valid = self.lengths + Q.shape[2]
+        Y: Tensor = torch.ops.onnx_attn.attention.default(Q, keys, values, attn_mask, nonpad_kv_seqlen=valid, **attributes)
+        return Y
+
+    def advance(self, rows: int | Tensor) -> None:
+        """Counts this step's rows as valid, once all layers have attended.
+
+        Args:
+            rows: how many, the same for all entries or int64 ``[batch]``: of prompts padded on the right, each prompt's length. The
+                rows behind it are overwritten by the next step.
+        """
+        self.lengths.add_(rows)
+
+    def reset(self, entries: Tensor | None = None) -> None:
+        """Forgets all sequences, or those of the batch entries given as an int64 tensor of indices."""
+        if entries is None:
+            self.lengths.zero_()
+        else:
+            self.lengths.index_fill_(0, entries, 0)
+
+    def reorder(self, entries: Tensor) -> None:
+        """Batch entry b continues the sequence of entry ``entries[b]``, as after a step of beam search.
+
+        Args:
+            entries: int64 ``[batch]``.
+        """
+        if entries.shape != self.lengths.shape:
+            raise ValueError(f"entries: has shape {tuple(entries.shape)}, must be [batch] = {tuple(self.lengths.shape)}")
+        for buffer in self.buffers():
+            buffer.copy_(buffer.index_select(0, entries))
+
+    def check(self) -> None:
+        """Raises RuntimeError if a sequence has outgrown the capacity. On CUDA it waits for the device: not for a captured step."""
+        longest, entry = (int(number) for number in self.lengths.max(0))
+        if longest > self.capacity:
+            raise RuntimeError(f"lengths: entry {entry} has {longest} rows, the capacity is {self.capacity}; rows beyond it are lost")

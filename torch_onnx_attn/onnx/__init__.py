@@ -11,6 +11,10 @@ It looks at the calls in the model, picks the lowest opset that can say them, an
 
     torch.onnx.export(model, args, dynamo=True, opset_version=24, custom_translation_table=torch_onnx_attn.onnx.translation_table(24))
 
+`export(..., check=True)` compares the file with the model on ONNX Runtime, `print(report(program))` says what is in it and why that
+opset, `axes` and `differing_axes` write `dynamic_shapes`, and `export_static_cache` and `export_past_present` export decoders with the
+names that ONNX Runtime GenAI expects.
+
 What becomes what:
 
 =====================================  ==============================================================  ==================
@@ -40,8 +44,29 @@ Good to know:
 * onnx, onnxscript and onnx-ir are imported when a function of this package is called, not before.
 """
 
+from torch_onnx_attn.onnx.caches import PastPresent, export_past_present, export_static_cache
+from torch_onnx_attn.onnx.checking import CheckReport, Finding, ONNXCheckError, check
+from torch_onnx_attn.onnx.dynamic import axes, differing_axes
 from torch_onnx_attn.onnx.exporter import export, tidy
+from torch_onnx_attn.onnx.reporting import ExportReport, NodeReport, report
 from torch_onnx_attn.onnx.requirements import ExportError
 from torch_onnx_attn.onnx.translation import translation_table
 
-__all__ = ["ExportError", "export", "tidy", "translation_table"]
+__all__ = [
+    "CheckReport",
+    "ExportError",
+    "ExportReport",
+    "Finding",
+    "NodeReport",
+    "ONNXCheckError",
+    "PastPresent",
+    "axes",
+    "check",
+    "differing_axes",
+    "export",
+    "export_past_present",
+    "export_static_cache",
+    "report",
+    "tidy",
+    "translation_table",
+]

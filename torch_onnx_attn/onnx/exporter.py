@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_onnx_attn.onnx.requirements import CONVERTED_OPSET, HIGHEST_OPSET, LOWEST_OPSET, ExportError, Need, calls, require_packages
+from torch_onnx_attn.diagnostics import logger
+from torch_onnx_attn.onnx.reporting import report
+from torch_onnx_attn.onnx.requirements import CONVERTED_OPSET, HIGHEST_OPSET, LOWEST_OPSET, Call, ExportError, Need, calls, require_packages
 from torch_onnx_attn.onnx.translation import translation_table
 
 __all__ = ["export", "tidy"]
@@ -31,6 +34,7 @@ def export(
     export_params: bool = True,
     keep_initializers_as_inputs: bool = False,
     external_data: bool = True,
+    check: bool = False,
     verbose: bool | None = False,
     **options: Any,
 ) -> torch.onnx.ONNXProgram:
@@ -50,7 +54,9 @@ def export(
         custom_translation_table: Translations of other ops, added to those of this package.
         export_params: Write the weights into the file.
         keep_initializers_as_inputs: List the weights among the graph's inputs.
-        external_data: Weights of large models go to a file of their own.
+        external_data: Weights go to a file of their own, `path` with `.data` appended, as they must from 2 GB on.
+        check: Compare the file with the model before returning: `torch_onnx_attn.onnx.check` says how. What could not be checked, as
+            bfloat16 by ONNX Runtime on the CPU, is named in a UserWarning. The findings, and the report, are logged at level INFO.
         verbose: Print the exporter's progress.
         **options: Further arguments of `torch.onnx.export`, such as `optimize` and `report`.
 
@@ -59,10 +65,10 @@ def export(
 
     Raises:
         ExportError: The opset asked for, or ONNX altogether, has no form for a call. The message names the argument.
+        ONNXCheckError: With `check`, the file is not valid, gives other results than the model, or nothing here can run it.
     """
     require_packages()
-    if opset is not None and not LOWEST_OPSET <= opset <= HIGHEST_OPSET:
-        raise ExportError(f"opset={opset}: this package exports to opsets {LOWEST_OPSET} to {HIGHEST_OPSET}")
+    _check_opset(opset)
     program = model if isinstance(model, torch.export.ExportedProgram) else _capture(model, args, dict(kwargs or {}), dynamic_shapes)
     opset = _choose_opset(program, opset)
     table = dict(translation_table(CONVERTED_OPSET if opset is None else min(opset, CONVERTED_OPSET)))
@@ -87,6 +93,10 @@ def export(
             keep_initializers_as_inputs=keep_initializers_as_inputs,
             external_data=external_data,
         )
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", report(onnx_program))
+    if check:
+        _check(onnx_program, program, path)
     return onnx_program
 
 
@@ -113,6 +123,30 @@ def tidy(program: torch.onnx.ONNXProgram, opset: int | None = None) -> None:
                 node.version = opset
         if opset is not None and opset > CONVERTED_OPSET and "" in graph.opset_imports:
             graph.opset_imports[""] = opset
+
+
+def _check_opset(opset: int | None) -> None:
+    import onnx
+
+    if opset is None:
+        return
+    if not LOWEST_OPSET <= opset <= HIGHEST_OPSET:
+        raise ExportError(f"opset={opset}: this package exports to opsets {LOWEST_OPSET} to {HIGHEST_OPSET}")
+    known = onnx.defs.onnx_opset_version()
+    if opset > known:
+        raise ExportError(f"opset={opset}: the installed onnx {onnx.__version__} knows opsets up to {known}; a newer onnx is needed")
+
+
+def _check(onnx_program: torch.onnx.ONNXProgram, program: torch.export.ExportedProgram, path: str | os.PathLike[str] | None) -> None:
+    from torch_onnx_attn.onnx.checking import ONNXCheckError, check
+
+    findings = check(onnx_program, program, path=path)
+    logger.info("%s", findings)
+    if not findings.ok:
+        raise ONNXCheckError(findings)
+    if findings.unchecked:
+        skipped = "\n".join(f"  {finding.what}: {finding.detail}" for finding in findings.unchecked)
+        warnings.warn(f"the exported model passed, but not everything could be checked:\n{skipped}", stacklevel=3)
 
 
 def _capture(model: torch.nn.Module, args: Any, kwargs: dict[str, Any], dynamic_shapes: Any) -> torch.export.ExportedProgram:
@@ -146,6 +180,7 @@ def _choose_opset(program: torch.export.ExportedProgram, asked: int | None) -> i
     for call in calls(program):
         if call.refusal is not None:
             raise ExportError(call.refusal)
+        _refuse_written_buffers(program, call)
         if call.need is not None and (needed is None or call.need.opset > needed.opset):
             needed = call.need
     if asked is None:
@@ -153,6 +188,17 @@ def _choose_opset(program: torch.export.ExportedProgram, asked: int | None) -> i
     if needed is not None and asked < needed.opset:
         raise ExportError(f"opset={asked}: {needed.argument} needs opset {needed.opset}. Leave opset out to have it chosen")
     return asked
+
+
+def _refuse_written_buffers(program: torch.export.ExportedProgram, call: Call) -> None:
+    buffers = program.graph_signature.inputs_to_buffers
+    for name in call.written:
+        value = call.arguments.get(name)
+        if isinstance(value, torch.fx.Node) and value.name in buffers:
+            raise ExportError(
+                f"{name}: {call.op} writes the buffer {buffers[value.name]!r}, and an ONNX graph keeps nothing from call to call. Pass the "
+                "cache as an input and return it, or hold it in a torch_onnx_attn.nn.KVCache and export with export_static_cache"
+            )
 
 
 def _all_nodes(graph: Any) -> Iterator[Any]:

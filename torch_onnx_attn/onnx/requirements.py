@@ -8,7 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["CONVERTED_OPSET", "HIGHEST_OPSET", "LOWEST_OPSET", "ExportError", "Need", "calls", "need", "refusal", "require_packages"]
+__all__ = [
+    "CONVERTED_OPSET",
+    "HIGHEST_OPSET",
+    "LOWEST_OPSET",
+    "Call",
+    "ExportError",
+    "Need",
+    "calls",
+    "need",
+    "refusal",
+    "require_packages",
+]
 
 LOWEST_OPSET = 18  # what the exporter's own translations are written for
 CONVERTED_OPSET = 25  # onnxscript converts a graph up to here; above, `export` raises the number itself
@@ -56,11 +67,12 @@ def refusal(op: str, overload: str, float64: bool) -> str | None:
 
 
 class Call(NamedTuple):
-    """One call of an onnx_attn op in a captured graph."""
+    """One call of an onnx_attn op in a captured graph; `written` names the arguments that it writes in place."""
 
     op: str
     overload: str
     arguments: dict[str, Any]
+    written: tuple[str, ...]
 
     @property
     def need(self) -> Need | None:
@@ -89,7 +101,8 @@ def calls(program: torch.export.ExportedProgram) -> Iterator[Call]:
                 continue
             names = [argument.name for argument in target._schema.arguments]
             op = target._schema.name.removeprefix(_NAMESPACE)
-            yield Call(op, target._overloadname, dict(zip(names, node.args, strict=False)) | dict(node.kwargs))
+            written = tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+            yield Call(op, target._overloadname, dict(zip(names, node.args, strict=False)) | dict(node.kwargs), written)
 
 
 def _is_ours(target: Any) -> bool:

@@ -1,0 +1,72 @@
+"""What a rank does when another one fails. Run inside a world."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from distributed_world import Ranks
+
+from torch_onnx_attn.distributed import context_parallel_attention, context_parallel_cached
+
+TIMEOUT_S = 2.0
+STALL_S = 2 * TIMEOUT_S
+
+
+def fresh_group() -> dist.ProcessGroup:
+    """A group with a short timeout, which a check may break."""
+    return dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT_S))
+
+
+def call(method: str, group: dist.ProcessGroup, width: int = 8, device: str = "cpu") -> torch.Tensor:
+    Q, K, V = (torch.ones(shape, device=device) for shape in ((1, 4, 6, width), (1, 2, 6, 8), (1, 2, 6, 8)))
+    if method == "decode":
+        cache, lengths = torch.ones(1, 2, 64, 8, device=device), torch.tensor([9], device=device)
+        return context_parallel_cached(Q[:, :, :1], K[:, :, :1], V[:, :, :1], cache, cache.clone(), lengths, mesh=group)
+    return context_parallel_attention(Q, K, V, mesh=group, method=method, is_causal=True)
+
+
+def outcome(method: str, group: dist.ProcessGroup, width: int = 8, device: str = "cpu") -> tuple[str, float]:
+    """The error's text (empty if there was none), and after how many seconds."""
+    begin = time.monotonic()
+    try:
+        call(method, group, width, device)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        return f"{error}", time.monotonic() - begin
+    return "", time.monotonic() - begin
+
+
+def bad_argument(ranks: Ranks, method: str) -> tuple[str, float]:
+    """The last rank's head size is wrong: its own call raises."""
+    group = fresh_group()
+    return outcome(method, group, 8 if ranks.rank + 1 < ranks.size else 7)
+
+
+def stall(ranks: Ranks, method: str) -> tuple[str, float]:
+    """The last rank comes after the timeout."""
+    group = fresh_group()
+    if ranks.rank + 1 == ranks.size:
+        time.sleep(STALL_S)
+    return outcome(method, group)
+
+
+def death(ranks: Ranks, method: str) -> tuple[str, float]:
+    """The last rank's process ends."""
+    group = fresh_group()
+    if ranks.rank + 1 == ranks.size:
+        os._exit(1)
+    return outcome(method, group)
+
+
+def bad_argument_on_cuda(ranks: Ranks, method: str) -> tuple[str, float]:
+    """As bad_argument, with the whole world as the group. NCCL may end the processes that wait instead of raising in them."""
+    group = dist.group.WORLD
+    assert group is not None
+    call(method, group, device="cuda")
+    torch.cuda.synchronize()
+    return outcome(method, group, 8 if ranks.rank + 1 < ranks.size else 7, "cuda")

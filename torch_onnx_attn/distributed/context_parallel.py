@@ -1,0 +1,324 @@
+"""Attention of one sequence whose rows lie on several ranks, by three methods; forward only, like the op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .blocks import Call, Sight, against_all_keys, against_some_keys, right_bound
+from .checks import check_attributes, check_heads, check_mask
+from .merge import Merged
+from .sequence import Segment, check_order, group_of, natural_order, rank_order, segments, start_gather
+from .watch import expected_call
+
+
+@dataclass(frozen=True)
+class Split:
+    """One call of context_parallel_attention: local tensors, and how they lie in the whole."""
+
+    Q: Tensor
+    K: Tensor
+    V: Tensor
+    attn_mask: Tensor | None
+    lengths: Tensor | None
+    sight: Sight
+    attributes: dict[str, Any]  # of the op, without those that positions enter
+    order: str
+    group: dist.ProcessGroup
+    rank: int
+    ranks: int
+
+    def queries(self) -> tuple[Segment, ...]:
+        return segments(self.Q.shape[2], self.rank, self.ranks, self.order)
+
+    def keys_of(self, rank: int) -> tuple[Segment, ...]:
+        return segments(self.K.shape[2], rank, self.ranks, self.order)
+
+
+def context_parallel_attention(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    method: str = "allgather",
+    order: str = "contiguous",
+    nonpad_kv_seqlen: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_precision: int | None = None,
+    left_window_size: int = -1,
+    right_window_size: int = -1,
+) -> Tensor:
+    """This rank's rows of :func:`torch_onnx_attn.attention` over a sequence that is split over the ranks of ``mesh``.
+
+    Every rank calls it with the same arguments but for its own rows of Q, K, V and attn_mask. Below, l and s are the rows that each
+    rank holds, L and S those of the whole: l and s times the number of ranks, n.
+
+    Args:
+        Q: ``[B, Hq, l, D]``, a plain tensor (not a DTensor), rows in ``order``.
+        K, V: ``[B, Hkv, s, D]`` and ``[B, Hkv, s, Dv]``, rows in ``order``.
+        attn_mask: this rank's rows and all columns: aligned right to ``[B, Hq, l, S]``, axes other than the last may be 1; columns in the
+            sequence's own order.
+        mesh: a mesh with one dimension, or a process group.
+        method: "allgather": each rank gathers K and V; any head counts, memory for all of K and V. "ulysses": all-to-all from rows to
+            heads and back; Hq and Hkv must be multiples of n, or n a multiple of Hkv. "ring": K and V travel round while the previous
+            part is attended to; least memory, and the only one whose traffic hides behind the arithmetic.
+        order: "contiguous" or "zigzag" (see :func:`shard_sequence`); zigzag balances causal attention for the ring and allgather.
+        nonpad_kv_seqlen: int64 ``[B]``, of the whole sequence, the same on every rank; also moves the causal offset to
+            ``nonpad_kv_seqlen[b] - L``. Together with causality or a window the ring makes a bool mask ``[B, 1, l, s]`` at each step.
+        is_causal, scale, softcap, softmax_precision, left_window_size, right_window_size: as for :func:`torch_onnx_attn.attention`.
+
+    Returns:
+        ``[B, Hq, l, Dv]`` in Q's dtype. For the ring, parts are rounded to that dtype before they are merged in float32.
+
+    Raises:
+        RuntimeError: naming the argument, what was given and what is allowed. A rank that fails or stalls shows on the others as an
+            error of the process group, at the latest after its timeout.
+    """
+    if method not in _METHODS:
+        raise RuntimeError(f"method: is {method!r}; allowed are {', '.join(map(repr, _METHODS))}")
+    check_order(order)
+    check_heads(Q, K, V)
+    for name, tensor in (("Q", Q), ("K", K)):
+        if order == "zigzag" and tensor.shape[2] % 2:
+            raise RuntimeError(f"{name}: has {tensor.shape[2]} rows on this rank; zigzag order needs an even number")
+    attributes = {"scale": scale, "softcap": softcap, "softmax_precision": softmax_precision}
+    check_attributes(attributes, left_window_size, right_window_size)
+    group = group_of(mesh)
+    ranks = dist.get_world_size(group)
+    q_len, kv_len = ranks * Q.shape[2], ranks * K.shape[2]
+    if attn_mask is not None:
+        check_mask(attn_mask, Q, kv_len)
+    if nonpad_kv_seqlen is not None:
+        nonpad_kv_seqlen = _checked_lengths(nonpad_kv_seqlen, Q.shape[0], kv_len)
+    sight = Sight(q_len, kv_len, left_window_size, right_bound(is_causal, right_window_size), nonpad_kv_seqlen is not None)
+    split = Split(Q, K, V, attn_mask, nonpad_kv_seqlen, sight, attributes, order, group, dist.get_rank(group), ranks)
+    with expected_call():
+        return _METHODS[method](split)
+
+
+def _checked_lengths(lengths: Tensor, batch: int, kv_len: int) -> Tensor:
+    """The lengths, in range: on the CPU the op would raise, on CUDA it would clamp, so that is done here for the whole sequence."""
+    if lengths.shape != (batch,) or lengths.dtype != torch.int64:
+        raise RuntimeError(f"nonpad_kv_seqlen: is {lengths.dtype} {list(lengths.shape)}; it must be int64 [{batch}]")
+    if not lengths.is_cuda and bool(((lengths < 0) | (lengths > kv_len)).any()):
+        raise RuntimeError(f"nonpad_kv_seqlen: is {lengths.tolist()}; allowed are 0 to {kv_len}, the rows of K on all ranks")
+    return lengths.clamp(0, kv_len)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The methods
+
+
+def _by_allgather(split: Split) -> Tensor:
+    """K and V whole on every rank. Rows are gathered as the outermost axis, which the op reads in place."""
+    gathers = [start_gather(tensor.permute(2, 0, 1, 3), split.group) for tensor in (split.K, split.V)]
+    keys, values = (_wait_for_rows(gather, split).permute(1, 2, 0, 3) for gather in gathers)
+    parts = []
+    done = 0
+    for call in against_all_keys(split.queries(), split.sight):
+        parts += [_empty(split, call.q_begin - done), _run(torch.ops.onnx_attn.attention.default, split, keys, values, call)]
+        done = call.q_end
+    parts = [part for part in (*parts, _empty(split, split.Q.shape[2] - done)) if part.shape[2]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2) if parts else _empty(split, 0)
+
+
+def _wait_for_rows(gather: tuple[Tensor, dist.Work], split: Split) -> Tensor:
+    gathered, work = gather
+    work.wait()
+    return natural_order(gathered, split.ranks, split.order)
+
+
+def _empty(split: Split, rows: int) -> Tensor:
+    """The result of rows that see no key."""
+    return split.Q.new_zeros((*split.Q.shape[:2], rows, split.V.shape[3]))
+
+
+def _by_ulysses(split: Split) -> Tensor:
+    """All rows of some heads in place of some rows of all heads: any feature of the op, as on one rank."""
+    q_heads, kv_heads, ranks = split.Q.shape[1], split.K.shape[1], split.ranks
+    if q_heads % ranks:
+        raise RuntimeError(f"method: 'ulysses' needs query heads that are a multiple of the {ranks} ranks, but Q has {q_heads}")
+    if kv_heads % ranks and ranks % kv_heads:
+        raise RuntimeError(f"method: 'ulysses' needs key heads that are a multiple or a divisor of the {ranks} ranks, but K has {kv_heads}")
+    copies = max(1, ranks // kv_heads)
+    keys, values = (x if copies == 1 else x.repeat_interleave(copies, 1) for x in (split.K, split.V))
+    Q, K, V = (_rows_for_heads(tensor, split) for tensor in (split.Q, keys, values))
+    sight = split.sight
+    Y: Tensor = torch.ops.onnx_attn.attention.default(
+        Q,
+        K,
+        V,
+        None if split.attn_mask is None else _mask_of_my_heads(split.attn_mask, split),
+        nonpad_kv_seqlen=split.lengths,
+        left_window_size=sight.left,
+        right_window_size=sight.right,
+        **split.attributes,
+    )
+    return _heads_for_rows(Y, split)
+
+
+def _rows_for_heads(tensor: Tensor, split: Split) -> Tensor:
+    """[B, H, l, D] on each rank to [B, H / n, L, D], a view whose outermost axis in memory is the rows."""
+    sent = tensor.unflatten(1, (split.ranks, -1)).permute(1, 3, 0, 2, 4).contiguous()  # [n, l, B, H / n, D]
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=split.group)
+    return natural_order(received.flatten(0, 1), split.ranks, split.order).permute(1, 2, 0, 3)
+
+
+def _heads_for_rows(Y: Tensor, split: Split) -> Tensor:
+    """[B, H / n, L, D] on each rank to [B, H, l, D]."""
+    sent = rank_order(Y.permute(2, 0, 1, 3), split.ranks, split.order).contiguous()  # [L, B, H / n, D]
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=split.group)
+    heads: Tensor = received.unflatten(0, (split.ranks, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2)
+    return heads
+
+
+def _mask_of_my_heads(attn_mask: Tensor, split: Split) -> Tensor:
+    """Every row of this rank's heads, from every head of this rank's rows."""
+    mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + attn_mask.shape)
+    has_rows = mask.shape[2] == split.Q.shape[2]
+    if not has_rows and mask.shape[1] == 1:
+        return mask
+    if mask.shape[1] > 1 and not has_rows:
+        return mask.chunk(split.ranks, 1)[split.rank]
+    as_bytes = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+    if mask.shape[1] > 1:
+        moved = _rows_for_heads(as_bytes, split)
+    else:
+        moved = _wait_for_rows(start_gather(as_bytes.permute(2, 0, 1, 3), split.group), split).permute(1, 2, 0, 3)
+    return moved.contiguous().view(mask.dtype)
+
+
+def _by_ring(split: Split) -> Tensor:
+    """K and V pass from rank to rank; each step's transfer is started before its arithmetic, which hides it."""
+    merged = Merged(split.Q, split.V.shape[3])
+    steps = _steps(split)
+    held = [split.K.contiguous(), split.V.contiguous()]
+    for step in range(steps):
+        arriving, transfers = _pass_on(held, split) if step + 1 < steps else (held, [])
+        for call in _calls(split, split.rank, step):
+            holder = (split.rank - step) % split.ranks
+            Y, lse = _run(torch.ops.onnx_attn.attention.lse, split, held[0], held[1], call, holder, return_lse=True)
+            merged.add(Y, lse, call.q_begin, call.q_end)
+        for transfer in transfers:
+            transfer.wait()
+        held = arriving
+    return merged.result()
+
+
+def _calls(split: Split, rank: int, step: int) -> list[Call]:
+    """What `rank` has to compute while it holds the keys of the rank `step` places before it."""
+    queries = segments(split.Q.shape[2], rank, split.ranks, split.order)
+    return against_some_keys(queries, split.keys_of((rank - step) % split.ranks), split.sight)
+
+
+def _steps(split: Split) -> int:
+    """Steps until no rank has anything left to see: fewer than ranks with a short window. The same number on every rank."""
+    needed = [step for step in range(split.ranks) if any(_calls(split, rank, step) for rank in range(split.ranks))]
+    return needed[-1] + 1 if needed else 0
+
+
+def _pass_on(held: Sequence[Tensor], split: Split) -> tuple[list[Tensor], list[dist.Work]]:
+    """Starts sending what this rank holds to the next rank, and receiving what the previous one holds."""
+    following, previous = (dist.get_global_rank(split.group, (split.rank + turn) % split.ranks) for turn in (1, -1))
+    arriving = [torch.empty_like(tensor) for tensor in held]
+    sends = [dist.P2POp(dist.isend, tensor, following, split.group) for tensor in held]
+    receives = [dist.P2POp(dist.irecv, tensor, previous, split.group) for tensor in arriving]
+    return arriving, dist.batch_isend_irecv(sends + receives)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One call of the op
+
+
+def _run(op: Callable[..., Any], split: Split, keys: Tensor, values: Tensor, call: Call, holder: int | None = None, **more: Any) -> Any:
+    """The op on the slices that the call names. `holder`: whose keys these are; None means all, in the sequence's order."""
+    rows, columns = slice(call.q_begin, call.q_end), slice(call.k_begin, call.k_end)
+    K, V = keys[:, :, columns], values[:, :, columns]
+    held = (Segment(0, 0, split.sight.kv_len),) if holder is None else split.keys_of(holder)
+    mask = None if split.attn_mask is None else _mask_slice(split.attn_mask, split.Q.shape[2], rows, held, columns)
+    if call.needs_mask:
+        mask = _with_visible(mask, _visible(split, call, held))
+    lengths = None
+    if call.length_shift is not None:
+        assert split.lengths is not None
+        lengths = (split.lengths - call.length_shift).clamp(0, K.shape[2]) if call.length_shift or holder is not None else split.lengths
+    return op(
+        split.Q[:, :, rows],
+        K,
+        V,
+        mask,
+        nonpad_kv_seqlen=lengths,
+        left_window_size=call.left,
+        right_window_size=call.right,
+        **split.attributes,
+        **more,
+    )
+
+
+def _mask_slice(attn_mask: Tensor, q_rows: int, rows: slice, held: Sequence[Segment], columns: slice) -> Tensor:
+    """The mask's part for some of this rank's rows and some of the keys held. Columns that it lacks at the end stay lacking."""
+    if attn_mask.dim() >= 2 and attn_mask.shape[-2] == q_rows:
+        attn_mask = attn_mask[..., rows, :]
+    cuts = []
+    for segment in held:  # the local columns as columns of the whole
+        begin, end = max(segment.local, columns.start), min(segment.local + segment.rows, columns.stop)
+        if begin < end:
+            cuts.append(attn_mask[..., begin - segment.local + segment.start : end - segment.local + segment.start])
+            if cuts[-1].shape[-1] < end - begin and segment is not held[-1]:
+                cuts[-1] = _disallow_up_to(cuts[-1], end - begin)
+    return cuts[0] if len(cuts) == 1 else torch.cat(cuts, -1)
+
+
+def _disallow_up_to(mask: Tensor, columns: int) -> Tensor:
+    """The mask with further columns that allow nothing, of a type that can say so."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        mask = mask.to(torch.float32)
+    if mask.shape[-1] == columns:
+        return mask
+    lacking = mask.new_full((*mask.shape[:-1], columns - mask.shape[-1]), 0 if mask.dtype == torch.bool else float("-inf"))
+    return torch.cat((mask, lacking), -1)
+
+
+def _visible(split: Split, call: Call, held: Sequence[Segment]) -> Tensor:
+    """bool [B, 1, rows, keys]: the op's own rule on causality and windows, for the one case that its arguments cannot say."""
+    assert split.lengths is not None
+    sight, device = split.sight, split.Q.device
+    row = _positions(split.queries(), call.q_begin, call.q_end, device) + (split.lengths - sight.q_len)[:, None]  # [B, rows]
+    key = _positions(held, call.k_begin, call.k_end, device)
+    distance = key - row[..., None]
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if sight.left >= 0:
+        visible = visible & (distance >= -sight.left)
+    if sight.right >= 0:
+        visible = visible & (distance <= sight.right)
+    return visible[:, None]
+
+
+def _positions(held: Sequence[Segment], begin: int, end: int, device: torch.device) -> Tensor:
+    """Where the local rows begin ... end, which lie in one segment, are in the whole sequence."""
+    (segment,) = (segment for segment in held if segment.local <= begin and end <= segment.local + segment.rows)
+    return torch.arange(begin, end, device=device) - segment.local + segment.start
+
+
+def _with_visible(mask: Tensor | None, visible: Tensor) -> Tensor:
+    """Both masks in one. A mask with fewer columns than keys disallows the rest."""
+    if mask is None:
+        return visible
+    if mask.dtype == torch.bool:
+        return _disallow_up_to(mask, visible.shape[-1]) & visible
+    return _disallow_up_to(mask, visible.shape[-1]).masked_fill(~visible, float("-inf"))
+
+
+_METHODS: dict[str, Callable[[Split], Tensor]] = {"allgather": _by_allgather, "ulysses": _by_ulysses, "ring": _by_ring}
