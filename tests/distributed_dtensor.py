@@ -86,6 +86,24 @@ def check_mha(ranks: Ranks, size: int, case: MhaCase, way: str) -> None:
     compare_mha(inputs, gathered(outputs), **case.attributes())
 
 
+def check_shared_functional(ranks: Ranks, size: int, way: str) -> None:
+    """What mha.shared means without writing."""
+    case = MhaCase(batch=4, num_heads=8, q_len=1, kv_len=1, past=5, capacity=9)
+    inputs = make_mha_inputs(case, ranks.device)
+    axes = dict.fromkeys(("query", "key", "value"), 0 if way == "batch" else 2) | dict.fromkeys(CACHES, 0 if way == "batch" else 1)
+    sharded = distribute(inputs, axes, ranks.mesh(size))
+    results = quietly(lambda: torch.ops.onnx_attn.mha.shared_functional(**sharded, num_heads=8))
+    outputs = dict(zip(("output", "present_key", "present_value"), results, strict=True))
+    compare_mha(inputs, gathered(outputs), num_heads=8)
+
+
+def check_backward(ranks: Ranks) -> None:
+    """A backward pass through DTensors is refused with the package's own message."""
+    Q = distribute_tensor(torch.randn(2, 4, 5, 8, device=ranks.device), ranks.mesh(), [Shard(1)]).requires_grad_()
+    Y = torch.ops.onnx_attn.attention(Q, Q, Q)
+    assert "onnx_attn is forward only" in message(lambda: Y.sum().backward())
+
+
 def check_cached(ranks: Ranks, size: int, way: str, kv_heads: int) -> None:
     """attention_cached writes into the parts that the ranks hold."""
     mesh, source = ranks.mesh(size), Source(("cached", way, kv_heads), ranks.device)

@@ -13,7 +13,7 @@ from distributed_world import Ranks
 from torch_onnx_attn.distributed import context_parallel_attention, context_parallel_cached
 
 TIMEOUT_S = 2.0
-STALL_S = 2 * TIMEOUT_S
+STALL_S = 2.5 * TIMEOUT_S
 
 
 def fresh_group() -> dist.ProcessGroup:

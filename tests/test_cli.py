@@ -75,6 +75,11 @@ def test_verify_fails_where_something_is_wrong(run: Run, invalid_model: Path) ->
     assert code == 1 and "torch_onnx_attn refuses" in out and "1 with an unexplained deviation" in out
 
 
+def test_verify_without_an_oracle(run: Run, model_with_known_defect: Path) -> None:
+    code, out, _ = run("verify", model_with_known_defect, "--without", "onnxruntime", "--strict")
+    assert code == 0 and "onnxruntime" not in out and "onnx.reference" in out
+
+
 def test_verify_as_json(run: Run, model_with_known_defect: Path) -> None:
     code, out, err = run("verify", model_with_known_defect, "--json", "--seed", 3)
     found = json.loads(out)
@@ -120,6 +125,12 @@ def test_inspect(run: Run, plain_model: Path) -> None:
     ):
         assert part in out
     assert "kernel (here)" in run("inspect", plain_model)[1]
+
+
+def test_inspect_of_a_model_whose_opset_is_too_low(run: Run, tmp_path: Path) -> None:
+    model = save(model_of_node("attention", Source().qkv(), opset=24, left_window_size=3), tmp_path)
+    code, out, _ = run("inspect", model)
+    assert code == 0 and "opset 24 (these nodes need 25)" in out and "the model is not valid: opset 24" in out
 
 
 def test_inspect_as_json(run: Run, plain_model: Path) -> None:

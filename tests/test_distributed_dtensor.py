@@ -78,6 +78,15 @@ def test_mha(ranks: World, name: str, way: str, size: int) -> None:
     ranks.run(CHECKS, "check_mha", size, MHA[name], way)
 
 
+@pytest.mark.parametrize("way", ["batch", "heads"])
+def test_shared_functional(ranks: World, way: str) -> None:
+    ranks.run(CHECKS, "check_shared_functional", 4, way)
+
+
+def test_backward(ranks: World) -> None:
+    ranks.run(CHECKS, "check_backward")
+
+
 @pytest.mark.parametrize("kv_heads", [1, 4])
 @pytest.mark.parametrize("way", ["batch", "heads"])
 def test_attention_cached(ranks: World, way: str, kv_heads: int) -> None:

@@ -113,6 +113,11 @@ def test_keyword_inputs() -> None:
     export(Model(), (torch.randn(1, 2, 3, 8),), kwargs=kwargs, check=True)
 
 
+@pytest.mark.parametrize("option", [{"export_params": False}, {"keep_initializers_as_inputs": True}], ids=str)
+def test_a_file_without_its_weights_inside_is_checked_with_them(option: dict[str, bool], tmp_path: Path) -> None:
+    export(Layer(), layer_inputs(), tmp_path / "model.onnx", check=True, **option)
+
+
 # ----------------------------------------------------------------------------------------------------------------- failures
 
 

@@ -127,6 +127,7 @@ DEFECTS = [
     sample(ORT, "score mode 2", half_attention(), "qk_matmul_output", opset=23, is_causal=1, qk_matmul_output_mode=2),
     sample(ORT, "a row whose mask holds the lowest", attention(attn_mask=ROW_OF_LOWEST)),
     sample(ORT, "a row whose mask holds the lowest", attention(attn_mask=np.full((3, 5), LOWEST)), is_causal=1),
+    sample(ORT, "is_causal is skipped", Source().qkv(1, 5) | Source(1).past(), *PRESENTS, is_causal=1),
     sample(ORT, "NaN or inf in the cache", spoilt_cache()),
     sample(ORT, "NaN or inf in the cache", spoilt_cache(), opset=25),
     sample(ORT, "float16 scores beyond 65504", overflowing_attention(), scale=1.0),

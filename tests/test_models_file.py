@@ -138,7 +138,7 @@ def test_external_data_are_used(tmp_path: Path) -> None:
         ("../outside.bin", {}, "lies outside the model's folder; it is not read"),
         ("inner/../../outside.bin", {}, "lies outside the model's folder"),
         ("/etc/hostname", {}, "lies outside the model's folder"),
-        ("link.bin", {}, "lies outside the model's folder"),
+        ("link.bin", {}, "lies outside the model's folder (it is a link that leads there)"),
         ("folder", {}, "is missing"),
         ("", {}, "has no location"),
         ("*/_ORT_MEM_ADDR_/*", {}, "was kept in memory"),

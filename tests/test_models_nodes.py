@@ -79,6 +79,17 @@ def test_nodes_in_branches(tmp_path: Path) -> None:
     assert other.status == "agree" and other.executions == 1
 
 
+def test_nodes_in_branches_of_a_model_that_onnx_reference_cannot_run(tmp_path: Path) -> None:
+    model, inputs = model_with_branches()
+    fused = onnx.helper.make_node("FusedMatMul", ["Q", "Q"], ["other"], domain="com.microsoft", transB=1)
+    model.graph.node.append(fused)
+    result = verify(save(model, tmp_path), inputs)
+    found = {node.node: node for node in result.nodes}
+    assert found["first"].status == "agree" and found["in_then_branch"].status == "not executed"
+    assert "onnx.reference, which cannot run the model" in found["in_then_branch"].verdict
+    assert len(result.failures(strict=True)) == 2
+
+
 def test_a_node_in_a_loop_is_checked_at_every_step(tmp_path: Path) -> None:
     model, inputs = model_with_loop(3)
     (node,) = verify(save(model, tmp_path), inputs).nodes

@@ -38,8 +38,9 @@ class Page(html.parser.HTMLParser):
         self.text += data
 
 
-@pytest.fixture
-def page(tmp_path: Path) -> Page:
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    tmp_path = tmp_path_factory.mktemp("report")
     arrays = Source().qkv() | {"attn_mask": Source(1).keep(3, 5)}
     first = node_proto("attention", arrays, ["Y", "qk_matmul_output"], name="<first> & only", qk_matmul_output_mode=2)
     second = onnx.helper.make_node("Attention", ["Y", "K", "V"], ["Z"], name="second")

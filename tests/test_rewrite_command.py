@@ -181,6 +181,7 @@ def test_unusable_files(source, tmp_path, capsys):
     (tmp_path / "broken.onnx").write_bytes(broken.SerializeToString())
     assert "is not a valid model" in refused([str(tmp_path / "broken.onnx"), out], capsys)
     assert "its folder does not exist" in refused([str(source), str(tmp_path / "none" / "out.onnx")], capsys)
+    assert "is a folder" in refused([str(source), str(tmp_path)], capsys)
     assert not os.path.exists(out)
 
 

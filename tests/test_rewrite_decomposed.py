@@ -141,21 +141,27 @@ def test_added_mask(shape):
 
 @pytest.mark.parametrize(
     ("where", "keeps", "fill"),
-    [("Where(mask, s, fill)", True, -np.inf), ("Where(mask, fill, s)", False, -np.inf), ("Where(mask, s, fill)", True, LOWEST)],
+    [
+        ("Where(mask, s, fill)", True, -np.inf),
+        ("Where(mask, fill, s)", False, -np.inf),
+        ("Where(mask, s, fill)", True, LOWEST),
+        ("Where(mask, fill, s)", False, LOWEST),
+        ("Where(mask, s, fill)", True, -1e9),
+    ],
 )
 @pytest.mark.parametrize("shape", ["l,s", "b,1,l,s", "b,1,1,s"])
 def test_replaced_scores(where, keeps, fill, shape):
     """-inf becomes a boolean mask; a row without a key is NaN before, 0 after. A finite minimum stays finite: such a row is a mean."""
     model = rewritten(graph(PRODUCT + f"m = {where}\n" + END, f"{QKV}, bool[{shape}] mask", constants={"fill": fill}))
     assert model.types[-1] == "Attention"
-    assert ("Where" in model.types) == (fill == LOWEST)
+    assert ("Where" in model.types) == (fill != -np.inf)
     for seed, sizes in enumerate(({"b": 2, "l": 5, "s": 7}, {"b": 3, "l": 4, "s": 4})):
         feeds = arrays(model.before, sizes, seed)
         if not keeps:
             feeds["mask"] = ~feeds["mask"]
         model.agrees(feeds, "onnxruntime")
-        if fill == LOWEST:
-            feeds["mask"][..., :1, :] = False
+        if fill != -np.inf:
+            feeds["mask"][..., :1, :] = not keeps
         model.agrees(feeds, "reference")
 
 
@@ -209,7 +215,7 @@ RANGES = (
 BY_RANGES = {"zero": 0, "one": 1, "last": [1], "first": [0], "nought": 0.0, "fill": LOWEST}
 
 
-@pytest.mark.parametrize("fill", [-np.inf, LOWEST, -1e32])
+@pytest.mark.parametrize("fill", [-np.inf, LOWEST, -1e32, -1e9])
 def test_constant_causal_bias(fill):
     bias = np.where(TRIANGLE > 0, np.float32(fill), np.float32(0)).reshape(1, 1, 6, 6)
     model = rewritten(graph(PRODUCT + "m = Add(s, bias)\n" + END, SQUARE, constants={"bias": bias}))
@@ -276,6 +282,14 @@ def test_causal_beside_a_finite_mask_stays():
     """A row whose visible keys are all at the minimum is a mean over the hidden ones too: is_causal would leave those out."""
     body = PRODUCT + RANGES + "keep = LessOrEqual(column, row)\nc1 = Where(keep, s, fill)\nm = Where(mask, c1, fill)\n" + END
     model = rewritten(graph(body, f"{QKV}, bool[l,s] mask", constants=BY_RANGES))
+    assert "is_causal" not in model.attributes
+    model.agrees(arrays(model.before, {"b": 2, "l": 5, "s": 7}, rows_may_be_empty=True), "reference")
+
+
+def test_a_later_fill_brings_causally_excluded_keys_back():
+    """-inf gives way to the lowest number, which in a row of lowest numbers has weight again."""
+    body = PRODUCT + RANGES + "keep = LessOrEqual(column, row)\nc1 = Where(keep, s, infinite)\nm = Where(mask, c1, fill)\n" + END
+    model = rewritten(graph(body, f"{QKV}, bool[l,s] mask", constants={**BY_RANGES, "infinite": -np.inf}))
     assert "is_causal" not in model.attributes
     model.agrees(arrays(model.before, {"b": 2, "l": 5, "s": 7}, rows_may_be_empty=True), "reference")
 
@@ -416,6 +430,14 @@ def test_merged_heads_with_a_mask():
     model = rewritten(graph(body, f"{QKV}, float[b,1,l,s] mask", constants=MERGED_CONSTANTS))
     assert model.types == ["Attention"] and list(model.attention.input) == ["q", "k", "v", "mask"]
     assert model.attributes == {"scale": 1.0}
+    model.agrees_at_all_sizes()
+
+
+def test_merged_heads_of_q_and_k_only():
+    """As baddbmm has them: V and the result are apart all the time."""
+    body = MERGED + "s = Reshape(s3, sf)\nm = Add(s, mask)\nw = Softmax(m)\ny = MatMul(w, v)"
+    model = rewritten(graph(body, f"{QKV}, float[b,1,l,s] mask", constants=MERGED_CONSTANTS))
+    assert model.types == ["Attention"] and list(model.attention.input) == ["q", "k", "v", "mask"]
     model.agrees_at_all_sizes()
 
 

@@ -126,6 +126,18 @@ SQUARE = "float[b,4,7,8] q, float[b,4,7,8] k, float[b,4,7,8] v"
             id="a fill that is not low",
         ),
         pytest.param(
+            PRODUCT + "a = Add(s, bias)\nm = Where(mask, a, fill)\n" + END,
+            {"inputs": QKV + ", bool[l,s] mask, float[l,s] bias", "constants": {"fill": -1e9}},
+            "replaced by -1e\\+09, which is not low enough",
+            id="a fill that a bias may be lower than",
+        ),
+        pytest.param(
+            PRODUCT + "a = Where(mask, s, lowest)\nm = Where(more, a, fill)\n" + END,
+            {"inputs": QKV + ", bool[l,s] mask, bool[l,s] more", "constants": {"fill": -1e9, "lowest": LOWEST}},
+            "replaced by -1e\\+09, which is not low enough",
+            id="two fills of which one is lower",
+        ),
+        pytest.param(
             PRODUCT + "m = Where(mask, s, other)\n" + END,
             {"inputs": QKV + ", bool[l,s] mask, float[b,4,l,s] other"},
             "replaced by something that is not a constant number",
@@ -257,6 +269,19 @@ def test_scores_of_a_wholly_masked_row_in_float16_stay_finite():
     inputs = QKV.replace("float[", "float16[") + ", bool[l,s] mask"
     report = rewrite(onnx_ir.from_proto(graph(body, inputs, "float16[b,h,l,d] y", constants={"fill": np.float32(LOWEST)})))
     assert not report.replaced and "not low enough" in report.left[0].reason
+
+
+def test_weights_of_one_axis_against_values_of_two():
+    """[batch * heads, rows, keys] by [batch, heads, keys, size]: MatMul takes the first axis for heads. With one entry it even runs."""
+    body = (
+        "qf = Concat<axis = 0>(all, l, eight)\nkf = Concat<axis = 0>(all, n, eight)\nwf = Concat<axis = 0>(all, l, n)\n"
+        "sf = Concat<axis = 0>(b, heads, l, n)\nq3 = Reshape(q, qf)\nk3 = Reshape(k, kf)\nkt = Transpose<perm = [0,2,1]>(k3)\n"
+        "s3 = MatMul(q3, kt)\ns = Reshape(s3, sf)\nm = Add(s, mask)\nm3 = Reshape(m, wf)\nw3 = Softmax(m3)\ny = MatMul(w3, v)"
+    )
+    sizes = "b = Shape<start = 0, end = 1>(q)\nl = Shape<start = 2, end = 3>(q)\nn = Shape<start = 2, end = 3>(k)\n"
+    proto = graph(sizes + body, QKV + ", float[b,1,l,s] mask", constants={"all": [-1], "eight": [8], "heads": [4]})
+    report = rewrite(onnx_ir.from_proto(proto))
+    assert not report.replaced and report.left[0].reason == "the weights and V have different ranks"
 
 
 def test_a_merge_in_another_order_is_no_repeat():

@@ -43,10 +43,11 @@ class Backend:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert", "modernbert", "t5"])
 def test_compiled(name: str, padding: str) -> None:
     family, inputs = FAMILIES[name], FAMILIES[name].inputs(padding)
+    options = {"use_cache": False} if name == "t5" else {}  # dynamo of torch 2.11 cannot trace how transformers makes its caches
     expected = run(family.build(), inputs)
     backend = Backend()
     torch._dynamo.reset()
-    actual = run(torch.compile(enable(family.build()), fullgraph=True, backend=backend), inputs)
+    actual = run(torch.compile(enable(family.build()), fullgraph=True, backend=backend), inputs, **options)
     assert backend.calls == ["onnx_attn.attention.lse" if name == "gpt_oss" else "onnx_attn.attention.default"] * family.calls
     close(kept_rows(actual, inputs), kept_rows(expected, inputs))
 

@@ -33,13 +33,15 @@ class Scale:
     excuse the others.
 
     Attributes:
-        score: ``[batch, q_heads, q_len]``, largest ``|scale| * |q| * |k|`` over the keys.
+        score: ``[batch, q_heads, q_len]``, largest ``|scale| * |q| * |k|`` over the keys that may carry weight.
+        product: likewise over all keys, those past a length included, which scores show.
         logit: ``[batch, q_heads, q_len]``, size of the scores that carry weight, after the bias.
         value: ``[batch, q_heads]``, largest ``|v|``.
         keys: terms in the sums.
     """
 
     score: Tensor
+    product: Tensor
     logit: Tensor
     value: Tensor
     keys: int
@@ -201,11 +203,13 @@ class Call:
     def _attention_scale(self) -> Scale:
         q = _heads(self.tensors["Q"], self.attributes.get("q_num_heads", 0)).double()
         k, v, lse = (self._reference[name] for name in ("present_key", "present_value", "lse"))
-        if "nonpad_kv_seqlen" in self.tensors:
-            padding = torch.arange(k.shape[2], device=k.device) >= self.tensors["nonpad_kv_seqlen"][:, None]
-            k, v = (x.masked_fill(padding[:, None, :, None], 0.0) for x in (k, v))
         given = self.attributes.get("scale")
-        return _scale(q, k, v, 1 / math.sqrt(q.shape[3]) if given is None else given, lse)
+        scale = 1 / math.sqrt(q.shape[3]) if given is None else given
+        if "nonpad_kv_seqlen" not in self.tensors:
+            return _scale(q, k, v, scale, lse)
+        padding = torch.arange(k.shape[2], device=k.device) >= self.tensors["nonpad_kv_seqlen"][:, None]
+        used_k, used_v = (x.masked_fill(padding[:, None, :, None], 0.0) for x in (k, v))
+        return dataclasses.replace(_scale(q, used_k, used_v, scale, lse), product=_scale(q, k, v, scale, lse).product)
 
     def _mha_scale(self) -> Scale:
         keys, values, logits = (self._reference[name] for name in ("present_key", "present_value", "qk"))
@@ -230,7 +234,7 @@ def _scale(q: Tensor, k: Tensor, v: Tensor, scale: float, logits: Tensor) -> Sca
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     lengths = (x.square().sum(-1).sqrt().nan_to_num(0.0, 0.0) for x in (q, k))
     score = abs(scale) * next(lengths) * _largest(next(lengths))[..., None]
-    return Scale(score, logits.nan_to_num(0.0, 0.0, 0.0).abs(), _largest(v.flatten(2)), k.shape[2])
+    return Scale(score, score, logits.nan_to_num(0.0, 0.0, 0.0).abs(), _largest(v.flatten(2)), k.shape[2])
 
 
 def _largest(x: Tensor) -> Tensor:

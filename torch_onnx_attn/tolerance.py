@@ -121,7 +121,8 @@ def allowances(call: Call, arithmetic: torch.dtype, scale: Scale | None = None) 
             if call.attributes.get("qk_matmul_output_mode") == 3:
                 made[name] = Allowance(torch.zeros(()), weight[..., None] + result, None)
             else:
-                made[name] = Allowance(score[..., None], result, None)
+                shown = score + 4 * u * (scale.product - scale.score)
+                made[name] = Allowance(shown[..., None], result, None)
         elif name == "lse":
             made[name] = Allowance(score + sums + u * scale.logit, roundoff(torch.float32), None)
         else:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch_onnx_attn.bad_input import BadInput
 
-__all__ = ["add_machine", "device", "dimensions", "machine", "names", "number", "plain", "print_json", "progress", "say", "table"]
+__all__ = ["add_machine", "device", "dimensions", "machine", "names", "number", "plain", "print_json", "progress", "say", "short", "table"]
 
 
 def print_json(value: Any) -> None:
@@ -84,6 +84,11 @@ def number(value: float) -> str:
     if value == 0:
         return "0"
     return f"{value:.3g}" if 1e-2 <= abs(value) < 1e4 or not math.isfinite(value) else f"{value:.1e}"
+
+
+def short(operator: str) -> str:
+    """An operator and its version without the domain, which tables have no room for."""
+    return operator.rpartition("::")[2]
 
 
 def names(some: Sequence[str], total: int) -> str:

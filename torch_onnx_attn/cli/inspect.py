@@ -33,12 +33,23 @@ def run(arguments: argparse.Namespace) -> int:
     count = f"{len(found.nodes)} attention node{'s' if len(found.nodes) != 1 else ''}"
     needed = "" if found.needed_opset is None else f" (these nodes need {found.needed_opset})"
     _output.say(f"{found.model}: {count}, opset {found.opset}{needed}; inputs {sizes}")
+    if found.needed_opset is not None and found.needed_opset > found.opset:
+        _output.say(f"the model is not valid: opset {found.opset} cannot say what its attention nodes say")
     rows = []
     for node in found.nodes:
         inputs = ", ".join(f"{name} {kind}" for name, kind in node.inputs.items())
         kernel = node.obstacle if node.plan is None else node.plan.kernel
         place = f" (in {' / '.join(node.place)})" if node.place else ""
-        rows.append((node.node + place, node.operator, inputs, ", ".join(node.features) or "plain", str(node.needed_opset or "–"), kernel))
+        rows.append(
+            (
+                node.node + place,
+                _output.short(node.operator),
+                inputs,
+                ", ".join(node.features) or "plain",
+                str(node.needed_opset or "–"),
+                kernel,
+            )
+        )
     _output.table("", ("node", "operator", "inputs", "features", "opset needed", f"kernel ({arguments.machine})"), rows)
     _show_refusals({node.node: node.plan.refusals for node in found.nodes if node.plan is not None})
     _show_runtimes(found.nodes)

@@ -22,11 +22,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of made-up inputs")
     parser.add_argument("--node", action="append", default=[], metavar="NAME", help="check this node only; may be repeated")
     parser.add_argument("--device", default="cpu", help="where this package's op runs: cpu (default) or cuda")
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        choices=("onnxruntime", "onnx.reference"),
+        help="do not ask this one; onnx.reference takes long for long 16-bit sequences",
+    )
     parser.add_argument("--report", metavar="FILE.html", help="write a page with plots (needs matplotlib)")
     parser.add_argument("--strict", action="store_true", help="known defects of the oracles and nodes that were not executed fail as well")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from torch_onnx_attn.models.oracles import ORACLES
     from torch_onnx_attn.models.verify import verify
 
     if arguments.report:
@@ -39,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             device=device,
             sizes=_output.dimensions(arguments.dim),
             only=arguments.node,
+            oracles=[name for name in ORACLES if name not in arguments.without],
             seed=arguments.seed,
             keep_errors=bool(arguments.report),
             progress=progress,
@@ -61,7 +70,7 @@ def _show(result: Verification) -> None:
     rows = []
     for node in result.nodes:
         for number, output in enumerate(node.outputs or (None,)):
-            first = (node.node, node.operator, node.verdict) if number == 0 else ("", "", "")
+            first = (node.node, _output.short(node.operator), node.verdict) if number == 0 else ("", "", "")
             cells = [_cell(output, name) for name in (OURS, *others)]
             rows.append((first[0], first[1], "" if output is None else output.name, *cells, first[2]))
     _output.table(

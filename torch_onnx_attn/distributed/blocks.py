@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from .sequence import Segment
+from .sequence import Segment, segments
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,23 @@ def against_some_keys(queries: Sequence[Segment], keys: Sequence[Segment], sight
     return _joined([call for query in queries for key in keys for call in _window(query, key, sight)])
 
 
-def _rows(segments: Sequence[Segment]) -> int:
-    return sum(segment.rows for segment in segments)
+@lru_cache(maxsize=256)
+def ring_calls(q_rows: int, k_rows: int, rank: int, ranks: int, order: str, sight: Sight) -> tuple[tuple[Call, ...], ...]:
+    """For each step of a ring, the calls of `rank` while it holds the keys of the rank that is `step` places before it.
+
+    There are as many steps on every rank: until none has anything left to see, which is soon with a short window.
+    """
+    held = [(segments(q_rows, place, ranks, order), segments(k_rows, place, ranks, order)) for place in range(ranks)]
+    own, needed = [], 0
+    for step in range(ranks):
+        calls = [against_some_keys(queries, held[(place - step) % ranks][1], sight) for place, (queries, _) in enumerate(held)]
+        own.append(tuple(calls[rank]))
+        needed = step + 1 if any(calls) else needed
+    return tuple(own[:needed])
+
+
+def _rows(held: Sequence[Segment]) -> int:
+    return sum(segment.rows for segment in held)
 
 
 def _window(query: Segment, key: Segment, sight: Sight) -> list[Call]:

@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .blocks import Call, Sight, against_all_keys, against_some_keys, right_bound
+from .blocks import Sight, against_all_keys, right_bound, ring_calls
 from .checks import check_attributes, check_heads, check_mask
 from .merge import Merged
-from .sequence import Segment, check_order, group_of, natural_order, rank_order, segments, start_gather
+from .sequence import check_order, group_of, natural_order, rank_order, start_gather
+from .split import Split
 from .watch import expected_call
-
-
-@dataclass(frozen=True)
-class Split:
-    """One call of context_parallel_attention: local tensors, and how they lie in the whole."""
-
-    Q: Tensor
-    K: Tensor
-    V: Tensor
-    attn_mask: Tensor | None
-    lengths: Tensor | None
-    sight: Sight
-    attributes: dict[str, Any]  # of the op, without those that positions enter
-    order: str
-    group: dist.ProcessGroup
-    rank: int
-    ranks: int
-
-    def queries(self) -> tuple[Segment, ...]:
-        return segments(self.Q.shape[2], self.rank, self.ranks, self.order)
-
-    def keys_of(self, rank: int) -> tuple[Segment, ...]:
-        return segments(self.K.shape[2], rank, self.ranks, self.order)
 
 
 def context_parallel_attention(
@@ -126,7 +102,7 @@ def _by_allgather(split: Split) -> Tensor:
     parts = []
     done = 0
     for call in against_all_keys(split.queries(), split.sight):
-        parts += [_empty(split, call.q_begin - done), _run(torch.ops.onnx_attn.attention.default, split, keys, values, call)]
+        parts += [_empty(split, call.q_begin - done), split.run(torch.ops.onnx_attn.attention.default, keys, values, call)]
         done = call.q_end
     parts = [part for part in (*parts, _empty(split, split.Q.shape[2] - done)) if part.shape[2]]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2) if parts else _empty(split, 0)
@@ -203,30 +179,18 @@ def _mask_of_my_heads(attn_mask: Tensor, split: Split) -> Tensor:
 def _by_ring(split: Split) -> Tensor:
     """K and V pass from rank to rank; each step's transfer is started before its arithmetic, which hides it."""
     merged = Merged(split.Q, split.V.shape[3])
-    steps = _steps(split)
+    steps = ring_calls(split.Q.shape[2], split.K.shape[2], split.rank, split.ranks, split.order, split.sight)
     held = [split.K.contiguous(), split.V.contiguous()]
-    for step in range(steps):
-        arriving, transfers = _pass_on(held, split) if step + 1 < steps else (held, [])
-        for call in _calls(split, split.rank, step):
-            holder = (split.rank - step) % split.ranks
-            Y, lse = _run(torch.ops.onnx_attn.attention.lse, split, held[0], held[1], call, holder, return_lse=True)
+    for step, calls in enumerate(steps):
+        arriving, transfers = _pass_on(held, split) if step + 1 < len(steps) else (held, [])
+        holder = (split.rank - step) % split.ranks
+        for call in calls:
+            Y, lse = split.run(torch.ops.onnx_attn.attention.lse, held[0], held[1], call, holder, return_lse=True)
             merged.add(Y, lse, call.q_begin, call.q_end)
         for transfer in transfers:
             transfer.wait()
         held = arriving
     return merged.result()
-
-
-def _calls(split: Split, rank: int, step: int) -> list[Call]:
-    """What `rank` has to compute while it holds the keys of the rank `step` places before it."""
-    queries = segments(split.Q.shape[2], rank, split.ranks, split.order)
-    return against_some_keys(queries, split.keys_of((rank - step) % split.ranks), split.sight)
-
-
-def _steps(split: Split) -> int:
-    """Steps until no rank has anything left to see: fewer than ranks with a short window. The same number on every rank."""
-    needed = [step for step in range(split.ranks) if any(_calls(split, rank, step) for rank in range(split.ranks))]
-    return needed[-1] + 1 if needed else 0
 
 
 def _pass_on(held: Sequence[Tensor], split: Split) -> tuple[list[Tensor], list[dist.Work]]:
@@ -236,89 +200,6 @@ def _pass_on(held: Sequence[Tensor], split: Split) -> tuple[list[Tensor], list[d
     sends = [dist.P2POp(dist.isend, tensor, following, split.group) for tensor in held]
     receives = [dist.P2POp(dist.irecv, tensor, previous, split.group) for tensor in arriving]
     return arriving, dist.batch_isend_irecv(sends + receives)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One call of the op
-
-
-def _run(op: Callable[..., Any], split: Split, keys: Tensor, values: Tensor, call: Call, holder: int | None = None, **more: Any) -> Any:
-    """The op on the slices that the call names. `holder`: whose keys these are; None means all, in the sequence's order."""
-    rows, columns = slice(call.q_begin, call.q_end), slice(call.k_begin, call.k_end)
-    K, V = keys[:, :, columns], values[:, :, columns]
-    held = (Segment(0, 0, split.sight.kv_len),) if holder is None else split.keys_of(holder)
-    mask = None if split.attn_mask is None else _mask_slice(split.attn_mask, split.Q.shape[2], rows, held, columns)
-    if call.needs_mask:
-        mask = _with_visible(mask, _visible(split, call, held))
-    lengths = None
-    if call.length_shift is not None:
-        assert split.lengths is not None
-        lengths = (split.lengths - call.length_shift).clamp(0, K.shape[2]) if call.length_shift or holder is not None else split.lengths
-    return op(
-        split.Q[:, :, rows],
-        K,
-        V,
-        mask,
-        nonpad_kv_seqlen=lengths,
-        left_window_size=call.left,
-        right_window_size=call.right,
-        **split.attributes,
-        **more,
-    )
-
-
-def _mask_slice(attn_mask: Tensor, q_rows: int, rows: slice, held: Sequence[Segment], columns: slice) -> Tensor:
-    """The mask's part for some of this rank's rows and some of the keys held. Columns that it lacks at the end stay lacking."""
-    if attn_mask.dim() >= 2 and attn_mask.shape[-2] == q_rows:
-        attn_mask = attn_mask[..., rows, :]
-    cuts = []
-    for segment in held:  # the local columns as columns of the whole
-        begin, end = max(segment.local, columns.start), min(segment.local + segment.rows, columns.stop)
-        if begin < end:
-            cuts.append(attn_mask[..., begin - segment.local + segment.start : end - segment.local + segment.start])
-            if cuts[-1].shape[-1] < end - begin and segment is not held[-1]:
-                cuts[-1] = _disallow_up_to(cuts[-1], end - begin)
-    return cuts[0] if len(cuts) == 1 else torch.cat(cuts, -1)
-
-
-def _disallow_up_to(mask: Tensor, columns: int) -> Tensor:
-    """The mask with further columns that allow nothing, of a type that can say so."""
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        mask = mask.to(torch.float32)
-    if mask.shape[-1] == columns:
-        return mask
-    lacking = mask.new_full((*mask.shape[:-1], columns - mask.shape[-1]), 0 if mask.dtype == torch.bool else float("-inf"))
-    return torch.cat((mask, lacking), -1)
-
-
-def _visible(split: Split, call: Call, held: Sequence[Segment]) -> Tensor:
-    """bool [B, 1, rows, keys]: the op's own rule on causality and windows, for the one case that its arguments cannot say."""
-    assert split.lengths is not None
-    sight, device = split.sight, split.Q.device
-    row = _positions(split.queries(), call.q_begin, call.q_end, device) + (split.lengths - sight.q_len)[:, None]  # [B, rows]
-    key = _positions(held, call.k_begin, call.k_end, device)
-    distance = key - row[..., None]
-    visible = torch.ones_like(distance, dtype=torch.bool)
-    if sight.left >= 0:
-        visible = visible & (distance >= -sight.left)
-    if sight.right >= 0:
-        visible = visible & (distance <= sight.right)
-    return visible[:, None]
-
-
-def _positions(held: Sequence[Segment], begin: int, end: int, device: torch.device) -> Tensor:
-    """Where the local rows begin ... end, which lie in one segment, are in the whole sequence."""
-    (segment,) = (segment for segment in held if segment.local <= begin and end <= segment.local + segment.rows)
-    return torch.arange(begin, end, device=device) - segment.local + segment.start
-
-
-def _with_visible(mask: Tensor | None, visible: Tensor) -> Tensor:
-    """Both masks in one. A mask with fewer columns than keys disallows the rest."""
-    if mask is None:
-        return visible
-    if mask.dtype == torch.bool:
-        return _disallow_up_to(mask, visible.shape[-1]) & visible
-    return _disallow_up_to(mask, visible.shape[-1]).masked_fill(~visible, float("-inf"))
 
 
 _METHODS: dict[str, Callable[[Split], Tensor]] = {"allgather": _by_allgather, "ulysses": _by_ulysses, "ring": _by_ring}

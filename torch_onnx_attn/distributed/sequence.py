@@ -106,11 +106,11 @@ def all_gather(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup, async_o
     return work
 
 
-def natural_order(rank_order: Tensor, ranks: int, order: str) -> Tensor:
+def natural_order(gathered: Tensor, ranks: int, order: str) -> Tensor:
     """Rows (axis 0) that lie one rank after another, as they follow each other in the sequence."""
     if order == "contiguous" or ranks == 1:
-        return rank_order
-    pieces = rank_order.unflatten(0, (ranks, 2, -1))
+        return gathered
+    pieces = gathered.unflatten(0, (ranks, 2, -1))
     return torch.cat((pieces[:, 0], pieces[:, 1].flip(0))).flatten(0, 1)
 
 

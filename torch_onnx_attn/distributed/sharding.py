@@ -24,6 +24,7 @@ def install() -> None:
     """Registers a rule for every op."""
     for name, ways in WAYS.items():
         torch.library.register_torch_dispatch(f"onnx_attn::{name}", DTensor, Rule(name, ways))
+    torch.library.register_torch_dispatch("onnx_attn::_refuse_backward", DTensor, _refuse_backward)
 
 
 class Rule:
@@ -50,6 +51,13 @@ class Rule:
             if isinstance(results, (tuple, list)):
                 return tuple(_wrap(result, index, chosen, mesh) for index, result in enumerate(results))
             return None if results is None else _wrap(results, 0, chosen, mesh)
+
+
+def _refuse_backward(_class: type, op: Any, _types: Any, args: Sequence[Any], _kwargs: dict[str, Any] | None) -> Any:
+    """The backward pass of the autograd kernel: an error, except while a compiler traces it."""
+    gradients, inputs = ([x.to_local() if isinstance(x, DTensor) else x for x in tensors] for tensors in args)
+    pairs = zip(op(gradients, inputs), args[1], strict=True)
+    return [DTensor.from_local(x, like.device_mesh, like.placements) if isinstance(like, DTensor) else x for x, like in pairs]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -244,6 +244,12 @@ _ATTENTION_IN_ORT = (
         _float_mask,
         imitation=imitations.rows_of_lowest_are_zero,
     ),
+    _kernel_row(
+        "differs",
+        "is_causal is skipped for a single query row after a past, so it sees every new key",
+        lambda f: bool(f.attribute("is_causal")) and f.has("past_key") and f.rows == 1 and f.new_keys != 1,
+        imitation=imitations.causality_skipped,
+    ),
     _row("differs", _SPREADS, _has_lengths, imitation=imitations.padding_spreads),
     _kernel_row("differs", _OVERFLOWS, lambda f: f.dtype() == _FLOAT16, imitation=imitations.float16_scores_overflow),
     _row("differs", _FLOAT32_SCALE, lambda f: _attention(f) and f.dtype() == _DOUBLE, imitation=imitations.float32_scale),

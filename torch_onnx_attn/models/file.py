@@ -145,7 +145,8 @@ def _check_external_data(file: Path, model: Any) -> None:
         data = folder / location
         real = Path(os.path.realpath(data))
         if os.path.isabs(location) or not real.is_relative_to(folder):
-            raise BadInput(f"{file}: the external data of {name}, {location!r}, lies outside the model's folder; it is not read")
+            link = " (it is a link that leads there)" if data.is_symlink() else ""
+            raise BadInput(f"{file}: the external data of {name}, {location!r}, lies outside the model's folder{link}; it is not read")
         if not real.is_file():
             raise BadInput(f"{file}: the external data of {name} is missing: there is no file {location!r} beside the model")
         try:

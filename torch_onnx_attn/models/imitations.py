@@ -76,6 +76,12 @@ def float16_scores_overflow(call: Call, expected: Mapping[str, Tensor]) -> dict[
     return made
 
 
+def causality_skipped(call: Call, expected: Mapping[str, Tensor]) -> dict[str, Outcome]:
+    attributes = {name: value for name, value in call.attributes.items() if name != "is_causal"}
+    changed = dataclasses.replace(call, attributes=attributes).expected()
+    return {name: Outcome(value) for name, value in changed.items() if name in ("Y", "qk_matmul_output")}
+
+
 def float32_scale(call: Call, expected: Mapping[str, Tensor]) -> dict[str, Outcome]:
     """The product is off by a rounding error of float32, so the weights by twice its size."""
     error = float(_scores(call, 0).abs().nan_to_num(0.0, 0.0).amax()) * 2**-23 if expected["Y"].numel() else 0.0

@@ -64,7 +64,7 @@ def _node(node: NodeResult) -> str:
     status = f"<span class=status style='background:{_STATUS[node.status]}'>{_text(node.status)}</span>"
     inputs = ", ".join(f"{name} {kind}" for name, kind in node.inputs.items())
     features = f"; {', '.join(node.features)}" if node.features else ""
-    runs = f"; executed {node.executions} times, the worst is shown" if node.executions > 1 else ""
+    runs = f"; checked at {node.executions} executions, of which the worst is shown" if node.executions > 1 else ""
     parts = [
         f"<h2>{_text(node.node)} {status}</h2><p>{_text(node.verdict)}</p>",
         f"<p>{_text(node.operator)}: {_text(inputs)}{_text(features)}{_text(runs)}</p>" if inputs else "",

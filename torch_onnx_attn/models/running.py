@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,19 +17,34 @@ from .node_call import call_of
 from .packages import first_line, numpy, onnx
 from .session import onnxruntime_session, run_session
 
-__all__ = ["MOST_EXECUTIONS", "Seen", "observe"]
+__all__ = ["MOST_EXECUTIONS", "Observed", "Seen", "observe"]
 
 MOST_EXECUTIONS = 16  # of a node in a loop, that are kept
 
 Seen = dict[str, list[dict[str, Any]]]  # node name -> for each execution, arrays by ONNX's names of the inputs
 
 
-def observe(model: Any, nodes: list[AttentionNode], feeds: Mapping[str, Any], folder: str | os.PathLike[str]) -> tuple[Seen, str]:
-    """What each node sees when the model runs with these arrays, and who ran it; "" where the nodes see the model's inputs only.
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """What nodes saw. A node that was not executed is absent from `seen`.
+
+    Attributes:
+        seen: the arrays.
+        runner: who ran the model; "" where the nodes see the model's inputs only.
+        obstacle: why nodes in subgraphs could not be observed, if so.
+    """
+
+    seen: Seen
+    runner: str
+    obstacle: str = ""
+
+
+def observe(model: Any, nodes: list[AttentionNode], feeds: Mapping[str, Any], folder: str | os.PathLike[str]) -> Observed:
+    """What each node sees when the model runs with these arrays.
 
     ONNX Runtime runs the model without optimisations, with the nodes' inputs as extra outputs. Where it is not installed or does not
     take the model, and for nodes inside If, Loop and Scan, whose values cannot be had from it, onnx.reference runs it, with this
-    package's ops for the attention nodes. A node that was not executed is absent.
+    package's ops for the attention nodes.
 
     Raises:
         BadInput: neither can run the model.
@@ -43,12 +58,14 @@ def observe(model: Any, nodes: list[AttentionNode], feeds: Mapping[str, Any], fo
             reasons.append(f"ONNX Runtime: {_reason(error)}")
         else:
             if not inner:
-                return seen, runner
-            with contextlib.suppress(Exception):  # nodes in subgraphs then stay unseen, which the caller reports
-                return seen | _by_reference(model, inner, feeds, folder), " and ".join(filter(None, (runner, "onnx.reference")))
-            return seen, runner
+                return Observed(seen, runner)
+            try:
+                seen |= _by_reference(model, inner, feeds, folder)
+            except Exception as error:
+                return Observed(seen, runner, f"nodes in subgraphs need onnx.reference, which cannot run the model: {_reason(error)}")
+            return Observed(seen, " and ".join(filter(None, (runner, "onnx.reference"))))
     try:
-        return _by_reference(model, nodes, feeds, folder), "onnx.reference"
+        return Observed(_by_reference(model, nodes, feeds, folder), "onnx.reference")
     except Exception as error:
         reasons.append(f"onnx.reference: {_reason(error)}")
     shapes = ", ".join(f"{name} {list(numpy.shape(array))}" for name, array in feeds.items())

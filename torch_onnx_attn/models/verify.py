@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ class NodeResult:
         features: in words.
         outputs: the deviations; of the worst execution if the node ran several times.
         refusals: implementations that did not take the node, with the reason.
-        executions: how often it ran; at most ``running.MOST_EXECUTIONS`` are checked.
+        executions: how many times it ran and was checked; the first ``running.MOST_EXECUTIONS`` of a loop.
         errors: error maps, if they were asked for.
     """
 
@@ -109,6 +109,7 @@ def verify(
     device: str | torch.device = "cpu",
     sizes: Sizes | None = None,
     only: Iterable[str] = (),
+    oracles: Sequence[str] = ORACLES,
     seed: int = 0,
     keep_errors: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
@@ -121,6 +122,7 @@ def verify(
         device: where this package's op runs. The oracles run on the CPU.
         sizes: sizes of symbolic dimensions of made-up inputs.
         only: names of the nodes to check; all by default.
+        oracles: who else is asked, of ``onnxruntime`` and ``onnx.reference``, which is slow for long 16-bit sequences.
         seed: of made-up inputs.
         keep_errors: keep maps of the errors, for the report.
         progress: called with what is being done, steps done, and steps in all.
@@ -139,21 +141,23 @@ def verify(
     kinds = {name: kind.shape for name, kind in infer(model, shapes, folder).items()} if needs else {}
     made = make_up(model, nodes, given, shapes, kinds, seed)
     tell("running the model", 0, len(chosen) + 1)
-    seen, runner = observe(model, chosen, {**given, **made}, folder)
+    observed = observe(model, chosen, {**given, **made}, folder)
     results = []
     for number, node in enumerate(chosen):
         tell(node.name, number + 1, len(chosen) + 1)
-        executions = seen.get(node.name, [])
-        judged = [judge(node, arrays, device, keep_errors) for arrays in executions]
-        worst = max(judged, key=lambda result: (_SEVERITY.index(result.status), result.worst), default=_not_executed(node))
+        executions = observed.seen.get(node.name, [])
+        judged = [judge(node, arrays, device, keep_errors, oracles) for arrays in executions]
+        worst = max(
+            judged, key=lambda result: (_SEVERITY.index(result.status), result.worst), default=_not_executed(node, observed.obstacle)
+        )
         results.append(dataclasses.replace(worst, executions=len(executions)))
     tell("", len(chosen) + 1, len(chosen) + 1)
     return Verification(
         os.fspath(path),
         str(device),
-        runner,
+        observed.runner,
         {name: f"{array.dtype}{list(array.shape)}" for name, array in made.items()},
-        {name: installed_version(name) for name in ORACLES},
+        {name: installed_version(name) for name in oracles},
         tuple(results),
     )
 
@@ -167,12 +171,18 @@ def _given(inputs: str | os.PathLike[str] | Mapping[str, Any] | None, model: Any
     return dict(inputs) if isinstance(inputs, Mapping) else read_arrays(inputs, model)
 
 
-def _not_executed(node: AttentionNode) -> NodeResult:
+def _not_executed(node: AttentionNode, obstacle: str) -> NodeResult:
     where = f" (in {' / '.join(node.place)})" if node.place else ""
-    return NodeResult(node.name, node.title, "not executed", (), f"not executed with these inputs{where}")
+    return NodeResult(node.name, node.title, "not executed", (), f"{obstacle or 'not executed with these inputs'}{where}")
 
 
-def judge(node: AttentionNode, arrays: Mapping[str, Any], device: str | torch.device = "cpu", keep_errors: bool = False) -> NodeResult:
+def judge(
+    node: AttentionNode,
+    arrays: Mapping[str, Any],
+    device: str | torch.device = "cpu",
+    keep_errors: bool = False,
+    oracles: Sequence[str] = ORACLES,
+) -> NodeResult:
     """Everybody's answer to one execution of a node, compared with float64."""
     facts = facts_of_arrays(node, arrays)
     described: dict[str, Any] = {
@@ -190,7 +200,7 @@ def judge(node: AttentionNode, arrays: Mapping[str, Any], device: str | torch.de
         return NodeResult(**described, status="refused", odd_one_out=(OURS,), verdict=f"{OURS} refuses: {first_line(error)}")
     answers = {OURS: own}
     refusals = {}
-    for oracle in ORACLES:
+    for oracle in oracles:
         deadly = _deadly(oracle, facts)
         answer = ask(oracle, node, arrays) if deadly is None else Answer(None, f"not asked: {deadly}")
         if answer.outputs is None:

@@ -96,7 +96,7 @@ def export(
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", report(onnx_program))
     if check:
-        _check(onnx_program, program, path)
+        _check(onnx_program, program, path if export_params and not keep_initializers_as_inputs else None)
     return onnx_program
 
 

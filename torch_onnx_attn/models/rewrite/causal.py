@@ -18,7 +18,7 @@ from torch_onnx_attn.models.rewrite.subject import Subject, attribute, producer
 
 __all__ = ["is_causal_bias", "is_causal_keep"]
 
-_EXCLUDES = -1e30  # a bias at or below leaves a key exactly no weight beside an allowed one, in float32; so does -inf in any type
+_EXCLUDES = -1e8  # a bias at or below leaves a key exactly no weight beside an allowed one: no score comes near; so does -inf
 _ROW, _COLUMN = sympy.symbols("row column", integer=True)
 
 

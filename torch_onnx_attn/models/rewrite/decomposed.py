@@ -60,11 +60,14 @@ def find(subject: Subject, softmax: ir.Node) -> Decomposed:
     product, view = _product_with_values(subject, weights)
     if softmax.inputs[0] is None:
         raise NoMatch("it has no input")
-    scores = _scores(subject, softmax.inputs[0], _after_masks=False, depth=0)
+    scores = _scores(subject, softmax.inputs[0], is_scaled=False, depth=0)
     query, key, scale = _query_and_key(subject, scores)
-    value, output = _operand(subject, product.inputs[1]), product.outputs[0]
+    weights, values = _operands(product)
+    if len(subject.shape(weights)) != len(subject.shape(values)):
+        raise NoMatch("the weights and V have different ranks")
+    value, output = Operand(values, None, subject.shape(values)), product.outputs[0]
     view = view or scores.view
-    if view is not None and len(query.shape) == 3:
+    if view is not None:
         query, key, value = (split_operand(subject, operand, view) for operand in (query, key, value))
         output = split_output(subject, output, view)
     key, value = _grouped(subject, query, key, value)
@@ -143,8 +146,8 @@ def _passes_on(subject: Subject, node: ir.Node) -> bool:
 # From the Softmax up
 
 
-def _scores(subject: Subject, value: ir.Value, *, _after_masks: bool, depth: int) -> _Scores:
-    """Read one step and go on. `_after_masks`: a scale or softcap was passed, so that further in there may be no mask."""
+def _scores(subject: Subject, value: ir.Value, *, is_scaled: bool, depth: int) -> _Scores:
+    """Read one step and go on. `is_scaled`: a scale or softcap was passed, further in there may be no mask."""
     _check_only_use(value, depth)
     node = value.producer()
     if node is None:
@@ -153,15 +156,15 @@ def _scores(subject: Subject, value: ir.Value, *, _after_masks: bool, depth: int
         return _Scores((), 0.0, 1.0, node)
     if is_operator(node, "Identity", "Cast"):
         _check_cast(node, depth)
-        return _scores(subject, _operands(node)[0], _after_masks=_after_masks, depth=depth + 1)
+        return _scores(subject, _operands(node)[0], is_scaled=is_scaled, depth=depth + 1)
     view = split_view(subject, node)
     if view is not None:
-        inner = _scores(subject, _operands(node)[0], _after_masks=_after_masks, depth=depth + 1)
+        inner = _scores(subject, _operands(node)[0], is_scaled=is_scaled, depth=depth + 1)
         return dataclasses.replace(inner, view=inner.view or view)
     if is_operator(node, "Mul", "Div"):
         return _scaled_or_capped(subject, value, depth)
     if is_operator(node, "Add", "Where"):
-        if _after_masks:
+        if is_scaled:
             raise NoMatch("a mask comes before the scale or softcap; Attention adds it after them", depth)
         return _masked(subject, node, depth)
     if is_operator(node, "Concat"):
@@ -201,12 +204,12 @@ def _scaled_or_capped(subject: Subject, value: ir.Value, depth: int) -> _Scores:
         raise NoMatch(f"the scores are multiplied or divided by {other}, which is not a constant number", depth)
     tanh = producer(rest, "Tanh")
     if tanh is None:
-        inner = _scores(subject, rest, _after_masks=True, depth=depth + 1)
+        inner = _scores(subject, rest, is_scaled=True, depth=depth + 1)
         if inner.softcap:
             raise NoMatch("the scores are scaled after the softcap; Attention scales before it", depth)
         return dataclasses.replace(inner, scale=inner.scale * factor)
     _check_only_use(rest, depth)
-    inner = _scores(subject, _operands(tanh)[0], _after_masks=True, depth=depth + 2)
+    inner = _scores(subject, _operands(tanh)[0], is_scaled=True, depth=depth + 2)
     if inner.softcap or not 0 < factor < float("inf"):
         raise NoMatch("the scores go through a Tanh that is not a softcap: c * Tanh(x / c)", depth)
     # c * tanh(s / c) holds the s / c in the inner scale: s = c * (s / c).
@@ -229,7 +232,7 @@ def _masked(subject: Subject, node: ir.Node, depth: int) -> _Scores:
             raise NoMatch("scores are replaced by something that is not a constant number", depth)
     for scores, step in choices:
         try:
-            inner = _scores(subject, scores, _after_masks=False, depth=depth + 1)
+            inner = _scores(subject, scores, is_scaled=False, depth=depth + 1)
         except NoMatch as failure:
             failures.append(failure)
         else:
@@ -257,12 +260,6 @@ def _query_and_key(subject: Subject, scores: _Scores) -> tuple[Operand, Operand,
     if len(subject.shape(left)) != rank:
         raise NoMatch("Q and K have different ranks")
     return Operand(left, None, subject.shape(left)), key, scale
-
-
-def _operand(subject: Subject, value: ir.Value | None) -> Operand:
-    if value is None:
-        raise NoMatch("V is missing")
-    return Operand(value, None, subject.shape(value))
 
 
 def _transposed(subject: Subject, value: ir.Value) -> Operand:

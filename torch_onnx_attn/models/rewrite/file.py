@@ -61,6 +61,8 @@ def rewrite_file(
     proto = open_model(source)
     if not destination.parent.is_dir():
         raise BadInput(f"{destination}: its folder does not exist")
+    if destination.is_dir() or not os.access(destination.parent, os.W_OK):
+        raise BadInput(f"{destination}: {'is a folder' if destination.is_dir() else 'its folder cannot be written to'}")
     tell("reading the graph", 0, _STEPS)
     is_valid = _is_valid(source)
     model = ir.load(source)

@@ -5,6 +5,8 @@ Steps are kept in the order in which the graph applies them. Adding stays adding
 * a boolean mask, if the fill is -inf: both leave the key out exactly;
 * a number to add, if the fill is so low that a float32 score vanishes beside it: the sum is the fill itself. Rows in which every key
   is filled keep their meaning that way (the mean of the values, where a boolean mask would give 0);
+* float32's lowest number to add, if the fill is below what any score can be, such as -1e9, and is all that is done to the scores:
+  such keys have no weight beside others, and among themselves they are all alike, whichever number it is;
 * nothing we could prove equal, if the fill is -10000 or the like.
 """
 
@@ -23,6 +25,8 @@ from torch_onnx_attn.models.rewrite.subject import Subject
 
 __all__ = ["Added", "Mask", "Replaced", "Step", "plan_mask"]
 
+_LOWEST = float(np.finfo(np.float32).min)
+_BELOW_SCORES = -1e8  # a score within 100 of this is taken to be impossible
 _SWALLOWS = -1e30  # a float32 score of ordinary size added to this, or to anything lower, changes no bit
 
 
@@ -104,7 +108,7 @@ class Mask:
 
 def plan_mask(subject: Subject, steps: tuple[Step, ...], scores: Shape, dtype: ir.DataType) -> Mask:
     """Check that the steps, innermost first, can be an attn_mask for scores of this shape and type."""
-    steps = tuple(step for step in steps if not _adds_nothing(subject, step))
+    steps = _with_lowest_fills(tuple(step for step in steps if not _adds_nothing(subject, step)), dtype)
     for step in steps:
         for value in step.operands:
             _check_broadcast(subject, value, scores)
@@ -113,9 +117,8 @@ def plan_mask(subject: Subject, steps: tuple[Step, ...], scores: Shape, dtype: i
                 raise NoMatch(f"the mask {step.value.name} is {_name(step.value.dtype)} while Q is {_name(dtype)}")
         elif not (step.fill == -np.inf or (step.fill <= _SWALLOWS and dtype in _WIDE)):
             raise NoMatch(f"scores are replaced by {step.fill:g}, which is not low enough to be the same as leaving the key out")
-    causal = [step for step in steps if _is_causal(subject, step)]
-    dropped = next((step for step in causal if len(steps) == 1 or _excludes_exactly(subject, step)), None)
-    left = tuple(step for step in steps if step is not dropped)
+    dropped = next((number for number, step in enumerate(steps) if _is_causal(subject, step) and _stays_out(subject, steps, number)), None)
+    left = tuple(step for number, step in enumerate(steps) if number != dropped)
     shapes = [subject.shape(value) for step in left for value in step.operands]
     rows = {shape[-2] if len(shape) > 1 else 1 for shape in shapes}
     return Mask(dropped is not None, left, bool(left) and rows == {1} and scores[-2] != 1)
@@ -139,6 +142,16 @@ def _check_broadcast(subject: Subject, value: ir.Value, scores: Shape) -> None:
         )
 
 
+def _with_lowest_fills(steps: tuple[Step, ...], dtype: ir.DataType) -> tuple[Step, ...]:
+    """Fills like -1e9 made float32's lowest, if nothing else could tell the difference."""
+    fills = {step.fill for step in steps if isinstance(step, Replaced) and step.fill != -np.inf}
+    if dtype not in _WIDE or len(fills) != 1 or not _SWALLOWS < min(fills) <= _BELOW_SCORES:
+        return steps
+    if any(isinstance(step, Added) for step in steps):
+        return steps
+    return tuple(dataclasses.replace(step, fill=_LOWEST) if step.fill in fills else step for step in steps if isinstance(step, Replaced))
+
+
 def _adds_nothing(subject: Subject, step: Step) -> bool:
     array = subject.constants.array(step.value) if isinstance(step, Added) else None
     return array is not None and not array.any()
@@ -150,8 +163,17 @@ def _is_causal(subject: Subject, step: Step) -> bool:
     return is_causal_keep(subject, step.condition, step.keeps)
 
 
-def _excludes_exactly(subject: Subject, step: Step) -> bool:
-    """With -inf nothing that other steps do can bring a key back; beside a finite fill, a row that others fill too could."""
+def _stays_out(subject: Subject, steps: tuple[Step, ...], number: int) -> bool:
+    """Whether the keys that step `number` leaves out have no weight after the other steps either.
+
+    It does if it is the only one. Beside others it must leave them out by -inf: next to a finite fill, a row that others fill too
+    would give them weight. And no later step may put another number in place of the -inf.
+    """
+    if len(steps) == 1:
+        return True
+    if any(isinstance(later, Replaced) and later.fill != -np.inf for later in steps[number + 1 :]):
+        return False
+    step = steps[number]
     if isinstance(step, Replaced):
         return step.fill == -np.inf
     array = subject.constants.array(step.value)

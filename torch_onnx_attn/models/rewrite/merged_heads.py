@@ -27,17 +27,21 @@ def split_view(subject: Subject, node: ir.Node) -> Shape | None:
 
 
 def split_operand(subject: Subject, operand: Operand, view: Shape) -> Operand:
-    """Q, K or V before its heads were merged with the batch."""
+    """Q, K or V before its heads were merged with the batch; itself if they were not."""
+    if len(operand.shape) == 4:
+        return operand
     reshape = producer(operand.value, "Reshape") if operand.permutation is None else None
     source = None if reshape is None else reshape.inputs[0]
     shape = (*view[:2], *operand.shape[1:])
-    if source is None or len(operand.shape) != 3 or subject.shapes.shape(source) != shape:
+    if source is None or subject.shapes.shape(source) != shape:
         raise NoMatch(f"{operand.value.name} has batch and heads in one axis and does not come from a tensor of shape {describe(shape)}")
     return Operand(source, None, shape)
 
 
 def split_output(subject: Subject, output: ir.Value, view: Shape) -> ir.Value:
-    """The result after the axis was taken apart."""
+    """The result after the axis was taken apart; itself if it never was one."""
+    if len(subject.shape(output)) == 4:
+        return output
     users = [user for user, _ in output.uses()]
     shape = (*view[:2], *subject.shape(output)[1:])
     if len(users) != 1 or users[0].graph is not subject.graph or output.is_graph_output() or not is_operator(users[0], "Reshape"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import onnx_ir as ir
@@ -59,6 +60,16 @@ def rewrite(model: ir.Model, *, unpadded: bool = False) -> Report:
     return report
 
 
+def _infer_shapes(model: ir.Model) -> None:
+    """What onnx can say of shapes and types; it says nothing at all of a graph in which it finds a contradiction."""
+    logger = logging.getLogger("onnx_ir.passes.common.shape_inference")  # it logs that with a traceback
+    was, logger.disabled = logger.disabled, True
+    try:
+        common.ShapeInferencePass()(model)
+    finally:
+        logger.disabled = was
+
+
 def _count(model: ir.Model) -> int:
     return sum(1 for _ in model.graph.all_nodes())
 
@@ -72,7 +83,7 @@ def _find(subject: Subject, node: ir.Node, unpadded: bool) -> Decomposed | Group
 def _find_all(model: ir.Model, report: Report, unpadded: bool) -> tuple[Subject, list[Decomposed | GroupQuery]]:
     """What can be replaced; what cannot goes to the report."""
     report.left.clear()
-    common.ShapeInferencePass()(model)
+    _infer_shapes(model)
     subject, found = Subject(model), []
     for node in model.graph.all_nodes():
         if not is_operator(node, "Softmax") and not is_group_query(node):
