@@ -24,7 +24,7 @@ demo: $(BUILT) $(call stamp_for,$(DEMO_PYTHON),demo)
 	@$(DEMO_PYTHON) export_examples/sentence_embeddings.py
 
 examples: $(BUILT) $(call stamp_for,$(DEMO_PYTHON),demo)
-	@for example in static_cache_decoder past_present_decoder window_softcap; do $(DEMO_PYTHON) export_examples/$$example.py || exit 1; done
+	@for example in static_cache_decoder past_present_decoder window_softcap hugging_face sdpa_model tensor_parallel; do $(DEMO_PYTHON) export_examples/$$example.py || exit 1; done
 
 test: $(BUILT) $(call stamp_for,$(TEST_PYTHON),test)
 	$(TEST_PYTHON) -m pytest -q tests

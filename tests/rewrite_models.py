@@ -21,6 +21,9 @@ from torch_onnx_attn.models.rewrite import Report, rewrite  # noqa: E402
 LOWEST = float(np.finfo(np.float32).min)
 QKV = "float[b,4,l,8] q, float[b,4,s,8] k, float[b,4,s,8] v"
 GROUPED = "float[b,4,l,8] q, float[b,2,s,8] k, float[b,2,s,8] v"
+TRANSPOSED = "kt = Transpose<perm = [0,1,3,2]>(k)\n"
+PRODUCT = TRANSPOSED + "s = MatMul(q, kt)\n"
+END = "w = Softmax<axis = -1>(m)\ny = MatMul(w, v)"
 SIZES = ({"b": 2, "l": 5, "s": 7}, {"b": 3, "l": 4, "s": 4}, {"b": 1, "l": 1, "s": 6})
 
 

@@ -137,7 +137,7 @@ def _mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, num_heads: 
     if attn_mask is not None and attn_mask.dim() == 3:
         attn_mask = attn_mask.unflatten(0, (-1, num_heads))  # [B * heads, L, S]
     if key_padding_mask is not None:
-        key_padding_mask = key_padding_mask.reshape(-1, 1, 1, key_padding_mask.shape[-1])
+        key_padding_mask = (key_padding_mask if key_padding_mask.dim() == 2 else key_padding_mask[None])[:, None, None]
         if is_exporting():  # ONNX Runtime's native Attention kernels refuse a row axis of size 1
             key_padding_mask = mask_with_rows(key_padding_mask, query.shape[0])
     if attn_mask is None or key_padding_mask is None:

@@ -9,6 +9,7 @@ What is allowed follows from the arithmetic an implementation may use:
 * A score is a sum of products, rounded in ``arithmetic``: 4 rounding errors at the size of ``|scale| |q| |k|``, and 2 at the size of
   the score after its bias (none where the bias swallows the score). A score that is off by ``e`` makes its weight off by ``1 + 2e``.
 * The weights' own sum is good to ``8 + sqrt(keys)`` rounding errors of ``arithmetic``.
+* A score that is shown is rounded after its bias, here and in the reference, 2 rounding errors of ``arithmetic``, then to its type.
 * The result is rounded to its type: 1 unit. In 16-bit types the weights may be rounded before they meet V: 1 more. A projection bias
   that is added to q, k and v first is rounded too: 1 more, and 2 at the size of the score.
 * Copied outputs (presents, caches, lengths) are exact, and within 2 units where a bias was added to them.
@@ -122,7 +123,7 @@ def allowances(call: Call, arithmetic: torch.dtype, scale: Scale | None = None) 
                 made[name] = Allowance(torch.zeros(()), weight[..., None] + result, None)
             else:
                 shown = score + 4 * u * (scale.product - scale.score)
-                made[name] = Allowance(shown[..., None], result, None)
+                made[name] = Allowance(shown[..., None], result + 2 * u, None)
         elif name == "lse":
             made[name] = Allowance(score + sums + u * scale.logit, roundoff(torch.float32), None)
         else:

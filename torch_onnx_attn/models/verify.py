@@ -276,30 +276,26 @@ def _known_refusal(oracle: str, facts: Facts, answer: Answer) -> str:
 def _known(
     oracle: str, facts: Facts, call: Call, expected: Mapping[str, Tensor], made: Mapping[str, Tensor], name: str, allowed: Allowance
 ) -> str | None:
-    """The known defects that explain a deviation: one if one is enough, else all that apply together."""
+    """The known defects that explain a deviation: one if one is enough, else all that apply together.
+
+    Every element must be right, or what one of the defects makes of it; what two of them make of one element is not looked for.
+    """
     version = installed_version(oracle)
-    assert version is not None
-    outcomes = []
+    if version is None or made[name].shape != expected[name].shape:
+        return None
+    right = ratios(made[name], expected[name], allowed) <= 1
+    explained, reasons = right, []
     for row in behaviours(closest(oracle, version), facts):
         if row.imitation is not None and (outcome := row.imitation(call, expected).get(name)) is not None:
             widened = Allowance(allowed.absolute + outcome.absolute, allowed.relative, allowed.unit)
-            if deviation(made[name], outcome.value, widened, outcome.anything).agrees:
+            defective = ratios(made[name], outcome.value, widened) <= 1
+            if outcome.anything is not None:
+                defective |= outcome.anything
+            if bool((right | defective).all()):
                 return row.reason
-            outcomes.append((row.reason, outcome))
-    if len(outcomes) < 2:
-        return None
-    # Together: each element must be explained by one of them. What several of them do to one element is not looked for.
-    unexplained = torch.ones_like(made[name], dtype=torch.bool)
-    for _, outcome in outcomes:
-        widened = Allowance(allowed.absolute + outcome.absolute, allowed.relative, allowed.unit)
-        unexplained &= ~_agreeing(made[name], outcome.value, widened, outcome.anything)
-    return None if bool(unexplained.any()) else "; ".join(reason for reason, _ in outcomes)
-
-
-def _agreeing(made: Tensor, want: Tensor, allowed: Allowance, anything: Tensor | None) -> Tensor:
-    ratio = ratios(made, want, allowed)
-    agreeing = ratio <= 1
-    return agreeing if anything is None else agreeing | anything
+            explained = explained | defective
+            reasons.append(row.reason)
+    return "; ".join(reasons) if bool(explained.all()) else None
 
 
 def _error_map(made: Tensor, want: Tensor, allowed: Allowance) -> Any:
