@@ -51,7 +51,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 
 def test_the_page_holds_every_node_and_its_verdict(page: Page) -> None:
     assert "<first> & only" in page.text and "second" in page.text
-    assert "score mode 2 shows the lowest finite number" in page.text and "Made-up inputs: Q float32[2, 4, 3, 8]" in page.text
+    assert "score mode 2 adds the lowest finite number" in page.text and "Made-up inputs: Q float32[2, 4, 3, 8]" in page.text
     assert "boolean mask" in page.text and "torch_onnx_attn" in page.text and "onnx.reference" in page.text
 
 

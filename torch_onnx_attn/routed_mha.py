@@ -6,13 +6,14 @@ This is the function behind torch.nn.MultiheadAttention. Both functions here hav
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .routed_sdpa import is_exporting, mask_with_rows, reason_of_tensors
+from .routed_sdpa import differ, is_exporting, mask_dtype_fits, mask_with_rows, reason_of_tensors
 
 
 def reason_to_leave(
@@ -49,7 +50,7 @@ def reason_to_leave(
         return "add_zero_attn appends a key; these ops have no such option"
     if static_k is not None or static_v is not None:
         return "static_k and static_v replace projected keys and values; that is not routed"
-    if training and dropout_p > 0.0:
+    if training and dropout_p != 0.0:
         return f"dropout_p is {dropout_p} in training; these ops have no dropout"
     weights = (in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight, out_proj_weight, out_proj_bias)
     reason = reason_of_tensors(query, key, value, key_padding_mask, attn_mask, *weights)
@@ -59,12 +60,22 @@ def reason_to_leave(
         return "query, key and value do not all have 2 axes, or all 3"
     if num_heads <= 0 or embed_dim_to_check % num_heads != 0 or query.shape[-1] != embed_dim_to_check:
         return "embed_dim, num_heads and query do not go together, which torch refuses"
-    if key_padding_mask is not None and key_padding_mask.dim() != query.dim() - 1:
-        return "key_padding_mask has another number of axes than torch allows"
-    if attn_mask is not None and attn_mask.dim() not in (2, 3):
-        return "attn_mask has another number of axes than torch allows"
     if is_causal and attn_mask is None:
         return "is_causal is a hint about attn_mask, which is missing; torch refuses that"
+    if _hint_replaces_mask(is_causal, key_padding_mask, need_weights):
+        attn_mask = None
+    batch = query.shape[1:-1]
+    allowed: dict[str, tuple[Tensor | None, list[list[Any]]]] = {
+        "key_padding_mask": (key_padding_mask, [[*batch, key.shape[0]]]),
+        "attn_mask": (attn_mask, [[query.shape[0], key.shape[0]], [math.prod(batch) * num_heads, query.shape[0], key.shape[0]]]),
+    }
+    for name, (mask, shapes) in allowed.items():
+        if mask is None:
+            continue
+        if all(len(shape) != mask.dim() or any(map(differ, mask.shape, shape)) for shape in shapes):
+            return f"{name} has another shape than torch allows"
+        if not mask_dtype_fits(mask, query) and (need_weights or mask.dtype != torch.float32):
+            return f"{name} is {mask.dtype}, which torch refuses with a query of {query.dtype}"
     return None
 
 
@@ -99,10 +110,9 @@ def attend(
     is_batched = query.dim() == 3
     weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
     Q, K, V = (x.transpose(0, 1) if is_batched else x.unsqueeze(0) for x in _projected(query, key, value, weights, in_proj_bias))
-    if is_causal and key_padding_mask is None and not need_weights:
-        attn_mask = None  # as torch does: the hint replaces the mask where nothing else is masked
-    else:
-        is_causal = False
+    is_causal = _hint_replaces_mask(is_causal, key_padding_mask, need_weights)
+    if is_causal:
+        attn_mask = None
     mask = _mask(attn_mask, key_padding_mask, num_heads, query)
     heads = {"q_num_heads": num_heads, "kv_num_heads": num_heads}
     scores = None
@@ -116,6 +126,11 @@ def attend(
         Y = torch.ops.onnx_attn.attention.default(Q, K, V, mask, is_causal=is_causal, **heads)
     output = functional.linear(Y, out_proj_weight, out_proj_bias)
     return output.transpose(0, 1) if is_batched else output.squeeze(0), scores
+
+
+def _hint_replaces_mask(is_causal: bool, key_padding_mask: Tensor | None, need_weights: bool) -> bool:
+    """Torch does not look at attn_mask where is_causal is given and nothing else is masked."""
+    return is_causal and key_padding_mask is None and not need_weights
 
 
 def _projected(query: Tensor, key: Tensor, value: Tensor, weights: Any, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

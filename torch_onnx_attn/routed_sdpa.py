@@ -6,7 +6,6 @@ compared where the comparison needs no guard.
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
@@ -29,7 +28,7 @@ def reason_to_leave(
     enable_gqa: bool = False,
 ) -> str | None:
     """Why a call cannot be routed, None if it can. What torch refuses is left as well, so that its own error is raised."""
-    if dropout_p > 0.0:
+    if dropout_p != 0.0:
         return f"dropout_p is {dropout_p}; these ops have no dropout"
     reason = reason_of_tensors(query, key, value, attn_mask)
     if reason is not None:
@@ -40,10 +39,16 @@ def reason_to_leave(
         return "attn_mask is given with is_causal, which torch refuses in some of its kernels"
     if attn_mask is not None and not 2 <= attn_mask.dim() <= query.dim():
         return "attn_mask has fewer than 2 axes, or more than query"
-    if scale is not None and (scale < 0 or not math.isfinite(scale)):
-        return f"scale is {scale}; these ops take finite scales from 0 on"
-    if statically_known_true(query.shape[-1] == 0):
+    if attn_mask is not None and differ(attn_mask.shape[-1], key.shape[-2]) and differ(attn_mask.shape[-1], 1):
+        return "the last axis of attn_mask is neither the number of keys nor 1, which torch refuses"
+    if attn_mask is not None and attn_mask.dtype != torch.float32 and not mask_dtype_fits(attn_mask, query):
+        return f"attn_mask is {attn_mask.dtype}, neither bool nor float32 nor query's dtype, which torch refuses"
+    if scale is not None and not 0 <= scale <= torch.finfo(torch.float32).max:
+        return f"scale is {scale}; these ops take numbers from 0 to float32's largest"
+    if statically_known_true(query.shape[-1] == 0) or statically_known_true(value.shape[-1] == 0):
         return "the head size is 0"
+    if query.dim() == 2 and enable_gqa:
+        return "enable_gqa is given without an axis of heads, which torch refuses"
     if query.dim() > 2 and not _heads_fit(query.shape[-3], key.shape[-3], value.shape[-3], enable_gqa):
         return "the head counts of query, key and value do not go together"
     if not (_batches_fit(query, key) and _batches_fit(query, value)):
@@ -128,13 +133,25 @@ def _built_for_cuda() -> bool:
 def _heads_fit(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
     if statically_known_true(key == 1) and statically_known_true(value == 1):
         return True
-    return bool(key == value and (query % key == 0 if enable_gqa else query == key))
+    return bool(key == value and (query == key or (enable_gqa and key > 0 and query % key == 0)))
 
 
 def _batches_fit(query: Tensor, tensor: Tensor) -> bool:
     """False where sizes are known to differ; what cannot be known while capturing is checked by the op."""
     sizes = zip(query.shape[:-3], tensor.shape[:-3], strict=True)
-    return not any(statically_known_true(wanted != size) and not statically_known_true(size == 1) for wanted, size in sizes)
+    return not any(differ(wanted, size) and not statically_known_true(size == 1) for wanted, size in sizes)
+
+
+def differ(size: Any, other: Any) -> bool:
+    """Whether two sizes are known to differ."""
+    return bool(statically_known_true(size != other))
+
+
+def mask_dtype_fits(mask: Tensor, query: Tensor) -> bool:
+    """Whether torch takes a mask of this dtype in every one of its kernels. Autocast converts all but float64."""
+    if mask.dtype in (torch.bool, query.dtype):
+        return True
+    return mask.is_floating_point() and mask.dtype != torch.float64 and torch.is_autocast_enabled(query.device.type)
 
 
 def _four_axes(tensor: Tensor) -> Tensor:

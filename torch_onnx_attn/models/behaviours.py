@@ -234,7 +234,7 @@ _ATTENTION_IN_ORT = (
     ),
     _kernel_row(
         "differs",
-        "score mode 2 shows the lowest finite number at masked cells, where the text has -inf",
+        "score mode 2 adds the lowest finite number at masked cells, where the text has -inf",
         lambda f: _scores(f, 2) and _cause_of_infinities(f),
         imitation=imitations.lowest_for_infinity,
     ),

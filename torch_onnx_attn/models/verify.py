@@ -22,6 +22,7 @@ from .arrays import to_tensor
 from .behaviours import behaviours, closest, crash
 from .facts import Facts, facts_of_arrays
 from .file import open_model
+from .imitations import Outcome
 from .inputs import Sizes, graph_inputs, input_shapes, make_up, read_arrays
 from .node import AttentionNode, find_node, find_nodes
 from .node_call import call_of
@@ -283,19 +284,25 @@ def _known(
     version = installed_version(oracle)
     if version is None or made[name].shape != expected[name].shape:
         return None
+    outcomes = {
+        row.reason: outcome
+        for row in behaviours(closest(oracle, version), facts)
+        if row.imitation is not None and (outcome := row.imitation(call, expected).get(name)) is not None
+    }
     right = ratios(made[name], expected[name], allowed) <= 1
-    explained, reasons = right, []
-    for row in behaviours(closest(oracle, version), facts):
-        if row.imitation is not None and (outcome := row.imitation(call, expected).get(name)) is not None:
-            widened = Allowance(allowed.absolute + outcome.absolute, allowed.relative, allowed.unit)
-            defective = ratios(made[name], outcome.value, widened) <= 1
-            if outcome.anything is not None:
-                defective |= outcome.anything
-            if bool((right | defective).all()):
-                return row.reason
-            explained = explained | defective
-            reasons.append(row.reason)
-    return "; ".join(reasons) if bool(explained.all()) else None
+
+    def defective(outcome: Outcome, absolute: float) -> Tensor:
+        widened = Allowance(allowed.absolute + absolute, allowed.relative, allowed.unit)
+        alike = ratios(made[name], outcome.value, widened) <= 1
+        return alike if outcome.anything is None else alike | outcome.anything
+
+    for reason, outcome in outcomes.items():
+        if bool((right | defective(outcome, outcome.absolute)).all()):
+            return reason
+    explained = right
+    for outcome in outcomes.values():
+        explained = explained | defective(outcome, sum(other.absolute for other in outcomes.values()))
+    return "; ".join(outcomes) if bool(explained.all()) else None
 
 
 def _error_map(made: Tensor, want: Tensor, allowed: Allowance) -> Any:
