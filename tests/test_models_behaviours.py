@@ -114,6 +114,7 @@ REFUSALS = [
     sample(ORT, "float64 with a coarser softmax_precision", double_attention(), softmax_precision=16),
     sample(ORT, "no bfloat16 kernel on the CPU", Source().mha(dtype=BF16), op="mha", num_heads=4),
     sample(ORT, "window attributes are unknown", attention(), opset=25, left_window_size=-1),
+    sample(ORT, "its float64 function body takes no", double_attention() | {"attn_mask": Source(1).normal(3, 5, dtype=F64)}, is_causal=1),
     sample(ORT, "opsets above 26", attention(), opset=27),
     sample(ORT, "packed QKV", {"query": Source().normal(2, 3, 4, 3, 8)}, op="mha", num_heads=4),
     sample(ORT, "packed QKV", {"query": Source().normal(2, 3, 32), "key": Source(1).normal(2, 5, 4, 2, 8)}, op="mha", num_heads=4),
@@ -127,6 +128,8 @@ DEFECTS = [
     sample(ORT, "score mode 2", half_attention(), "qk_matmul_output", opset=23, is_causal=1, qk_matmul_output_mode=2),
     sample(ORT, "a row whose mask holds the lowest", attention(attn_mask=ROW_OF_LOWEST)),
     sample(ORT, "a row whose mask holds the lowest", attention(attn_mask=np.full((3, 5), LOWEST)), is_causal=1),
+    sample(ORT, "its float64 function body misplaces", double_attention() | {"nonpad_kv_seqlen": np.array([3, 5])}, is_causal=1),
+    sample(ORT, "its float64 function body makes rows", double_attention() | {"attn_mask": np.arange(3)[:, None] * np.ones((1, 5)) > 0}),
     sample(ORT, "is_causal is skipped", Source().qkv(1, 5) | Source(1).past(), *PRESENTS, is_causal=1),
     sample(ORT, "NaN or inf in the cache", spoilt_cache()),
     sample(ORT, "NaN or inf in the cache", spoilt_cache(), opset=25),
@@ -208,7 +211,7 @@ def test_defects_are_recognised(case: Sample) -> None:
     result = judge(node, case.arrays)
     assert result.status == "known" and case.runtime in result.odd_one_out
     reasons = [output.known[case.runtime] for output in result.outputs if case.runtime in output.known]
-    assert row.reason in reasons
+    assert any(row.reason in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("case", [case for case in DEFECTS if row_of(case).imitation is not imitations.everything], ids=str)

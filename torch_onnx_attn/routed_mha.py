@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
 from .routed_sdpa import differ, is_exporting, mask_dtype_fits, mask_with_rows, reason_of_tensors
@@ -60,7 +61,7 @@ def reason_to_leave(
         return "query, key and value do not all have 2 axes, or all 3"
     if num_heads <= 0 or embed_dim_to_check % num_heads != 0 or query.shape[-1] != embed_dim_to_check:
         return "embed_dim, num_heads and query do not go together, which torch refuses"
-    if is_causal and attn_mask is None:
+    if attn_mask is None and is_causal:
         return "is_causal is a hint about attn_mask, which is missing; torch refuses that"
     if _hint_replaces_mask(is_causal, key_padding_mask, need_weights):
         attn_mask = None
@@ -129,8 +130,11 @@ def attend(
 
 
 def _hint_replaces_mask(is_causal: bool, key_padding_mask: Tensor | None, need_weights: bool) -> bool:
-    """Torch does not look at attn_mask where is_causal is given and nothing else is masked."""
-    return is_causal and key_padding_mask is None and not need_weights
+    """Torch does not look at attn_mask where is_causal is given and nothing else is masked.
+
+    A hint that torch.nn.TransformerEncoder reads off the mask's values is not known in a graph: there the mask says the same.
+    """
+    return key_padding_mask is None and not need_weights and statically_known_true(is_causal)
 
 
 def _projected(query: Tensor, key: Tensor, value: Tensor, weights: Any, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

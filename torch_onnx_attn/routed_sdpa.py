@@ -1,7 +1,7 @@
 """torch.nn.functional.scaled_dot_product_attention said with torch.ops.onnx_attn.attention, or the reason why not.
 
-Both functions have SDPA's own signature. Both are also traced by torch.compile and torch.export, with symbolic sizes: a size is only
-compared where the comparison needs no guard.
+Both functions have SDPA's own signature. Both are also traced by torch.compile and torch.export, with symbolic sizes: these are only
+compared where the comparison needs no guard, or where torch's own function would add the same one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -106,8 +106,8 @@ def reason_of_tensors(*tensors: Tensor | None) -> str | None:
 
 def _reason_of_surroundings(tensors: list[Tensor]) -> str | None:
     """What only eager code can be inside of."""
-    if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():  # type: ignore[attr-defined, no-untyped-call]
-        return "torch.onnx.export(dynamo=False) has no translation for these ops"
+    if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+        return "torch.jit.trace and torch.onnx.export(dynamo=False) are not supported"
     if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors if isinstance(tensor, Tensor)):
         return "a torch.func transform is at work, for which these ops have no rules"
     if getattr(forward_ad, "_current_level", -1) >= 0:
@@ -139,12 +139,12 @@ def _heads_fit(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
 def _batches_fit(query: Tensor, tensor: Tensor) -> bool:
     """False where sizes are known to differ; what cannot be known while capturing is checked by the op."""
     sizes = zip(query.shape[:-3], tensor.shape[:-3], strict=True)
-    return not any(differ(wanted, size) and not statically_known_true(size == 1) for wanted, size in sizes)
+    return not any(statically_known_true(wanted != size) and not statically_known_true(size == 1) for wanted, size in sizes)
 
 
 def differ(size: Any, other: Any) -> bool:
-    """Whether two sizes are known to differ."""
-    return bool(statically_known_true(size != other))
+    """Whether two sizes of a mask's axis differ. A captured graph keeps the answer as a guard: the op broadcasts what torch refuses."""
+    return bool(guard_or_false(size != other))
 
 
 def mask_dtype_fits(mask: Tensor, query: Tensor) -> bool:

@@ -85,6 +85,10 @@ def _has_kernel_types(facts: Facts) -> bool:
     return facts.dtype() in (_FLOAT, _FLOAT16)
 
 
+def _double(facts: Facts) -> bool:
+    return _attention(facts) and facts.dtype() == _DOUBLE
+
+
 def _uses_kernel(runtime: Runtime, facts: Facts) -> bool:
     """Whether ONNX Runtime takes its kernel for Attention and not the function body: 1.32 up to opset 24, 1.30 wherever it loads."""
     if not _attention(facts) or not _has_kernel_types(facts):
@@ -206,7 +210,7 @@ _ATTENTION_IN_ORT = (
         lambda f: _attention(f) and f.opset >= 25,
         _NEW_ONLY,
     ),
-    _row("expands", "no float64 kernel: runs the function body", lambda f: _attention(f) and f.dtype() == _DOUBLE),
+    _row("expands", "no float64 kernel: runs the function body", _double),
     _row("refuses", "no bfloat16: neither a kernel nor the function body loads", lambda f: _attention(f) and f.dtype() == _BFLOAT16),
     _row("refuses", "window attributes are unknown, even at -1", lambda f: _attention(f) and _names_window(f), _OLD_ONLY),
     _row("refuses", "opsets above 26 are unknown", lambda f: f.op != "mha" and f.opset > 26, _OLD_ONLY),
@@ -252,7 +256,27 @@ _ATTENTION_IN_ORT = (
     ),
     _row("differs", _SPREADS, _has_lengths, imitation=imitations.padding_spreads),
     _kernel_row("differs", _OVERFLOWS, lambda f: f.dtype() == _FLOAT16, imitation=imitations.float16_scores_overflow),
-    _row("differs", _FLOAT32_SCALE, lambda f: _attention(f) and f.dtype() == _DOUBLE, imitation=imitations.float32_scale),
+    _row("differs", _FLOAT32_SCALE, _double, imitation=imitations.float32_scale),
+    _row(
+        "refuses",
+        "its float64 function body takes no float64 mask beside causality or lengths",
+        lambda f: _double(f) and _float_mask(f) and (bool(f.attribute("is_causal")) or f.has("nonpad_kv_seqlen")),
+        _OLD_ONLY,
+    ),
+    _row(
+        "differs",
+        "its float64 function body misplaces causality beside lengths",
+        lambda f: _double(f) and bool(f.attribute("is_causal")) and f.has("nonpad_kv_seqlen"),
+        _OLD_ONLY,
+        imitations.everything,
+    ),
+    _row(
+        "differs",
+        "its float64 function body makes rows without an allowed key NaN",
+        lambda f: _double(f) and _cause_of_infinities(f),
+        _OLD_ONLY,
+        imitations.dead_rows_are_nan,
+    ),
 )
 
 _MHA_IN_ORT = (

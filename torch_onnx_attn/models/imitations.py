@@ -76,6 +76,14 @@ def float16_scores_overflow(call: Call, expected: Mapping[str, Tensor]) -> dict[
     return made
 
 
+def dead_rows_are_nan(call: Call, expected: Mapping[str, Tensor]) -> dict[str, Outcome]:
+    dead = _scores(call, 3).sum(-1) == 0
+    made = _at_rows(call, expected, dead, math.nan)
+    if call.attributes.get("qk_matmul_output_mode") == 3:
+        made["qk_matmul_output"] = Outcome(expected["qk_matmul_output"].masked_fill(dead[..., None], math.nan))
+    return made
+
+
 def causality_skipped(call: Call, expected: Mapping[str, Tensor]) -> dict[str, Outcome]:
     attributes = {name: value for name, value in call.attributes.items() if name != "is_causal"}
     changed = dataclasses.replace(call, attributes=attributes).expected()
