@@ -58,24 +58,25 @@ def wrapper(columns: int, left_in_registers: bool) -> str:
     registers = columns // 2
     names = [f"%{i}, " for i in range(registers - 1)] + [f"%{registers - 1}"]
     if left_in_registers:  # the right operand is V: its rows run along the depth, hence transposed (the last 1)
-        comment = f"// d += a * b, with a (P) in registers and b (V) in shared memory, {columns} columns."
-        name, left, extra = "multiply_values", "const uint32_t (&a)[4], uint64_t b", "setp.ne.b32 p, 1, 0;"
-        tail = f"{{%{registers}, %{registers + 1}, %{registers + 2}, %{registers + 3}}}, %{registers + 4}, p, 1, 1, 1;"
+        comment = f"// d = a * b, or d += a * b to go on; a (P) in registers and b (V) in shared memory, {columns} columns."
+        name, left, go_on = "multiply_values", "const uint32_t (&a)[4]", registers + 5
+        operands = f"{{%{registers}, %{registers + 1}, %{registers + 2}, %{registers + 3}}}, %{registers + 4}, p, 1, 1, 1;"
         inputs = '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)'
     else:
         comment = f"// d = a * b, or d += a * b to go on; a (Q) and b (K) in shared memory, {columns} columns."
-        name, left, extra = "multiply_keys", "uint64_t a, uint64_t b, bool go_on", f"setp.ne.b32 p, %{registers + 2}, 0;"
-        tail = f"%{registers}, %{registers + 1}, p, 1, 1, 0, 0;"
-        inputs = '"l"(a), "l"(b), "r"(static_cast<int>(go_on))'
+        name, left, go_on = "multiply_keys", "uint64_t a", registers + 2
+        operands = f"%{registers}, %{registers + 1}, p, 1, 1, 0, 0;"
+        inputs = '"l"(a), "l"(b)'
     text = f"\n{comment}\ntemplate <class Element>\n"
-    text += f"__device__ __forceinline__ void {name}(float (&d)[{columns // 8}][4], {left}) {{\n"
+    text += f"__device__ __forceinline__ void {name}(float (&d)[{columns // 8}][4], {left}, uint64_t b, bool go_on) {{\n"
     for is_half, type_name in ((True, "f16"), (False, "bf16")):
         text += "  if constexpr (std::is_same_v<Element, __half>)\n" if is_half else "  else\n"
         text += "    asm volatile(\n"
-        text += f'        "{{ .reg .pred p; {extra} wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{type_name}.{type_name} {{"\n'
+        product = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{type_name}.{type_name}"
+        text += f'        "{{ .reg .pred p; setp.ne.b32 p, %{go_on}, 0; {product} {{"\n'
         text += wrapped(names, "        ", ('"', '"')) + "\n"
-        text += f'        "}}, {tail} }}"\n'
-        text += f"        : {accumulators(columns)}\n        : {inputs});\n"
+        text += f'        "}}, {operands} }}"\n'
+        text += f'        : {accumulators(columns)}\n        : {inputs}, "r"(static_cast<int>(go_on)));\n'
     return text + "}\n"
 
 

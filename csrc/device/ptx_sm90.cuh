@@ -72,6 +72,12 @@ __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uin
                : "memory");
 }
 
+// The same value, of which the compiler no longer knows where it came from: what is made of it is made here, not kept in registers.
+__device__ __forceinline__ uint32_t forget_origin(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Registers move between the warpgroups of a block. All four warps call; growing waits until enough have been given up.
 template <int kRegisters>
 __device__ __forceinline__ void shrink_registers() {

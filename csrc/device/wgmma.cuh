@@ -168,102 +168,102 @@ __device__ __forceinline__ void multiply_keys(float (&d)[22][4], uint64_t a, uin
         : "l"(a), "l"(b), "r"(static_cast<int>(go_on)));
 }
 
-// d += a * b, with a (P) in registers and b (V) in shared memory, 64 columns.
+// d = a * b, or d += a * b to go on; a (P) in registers and b (V) in shared memory, 64 columns.
 template <class Element>
-__device__ __forceinline__ void multiply_values(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
+__device__ __forceinline__ void multiply_values(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool go_on) {
   if constexpr (std::is_same_v<Element, __half>)
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
         "%26, %27, %28, %29, %30, %31"
         "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1; }"
         : ONNX_ATTN_TILES_8(0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(go_on)));
   else
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "{ .reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
         "%26, %27, %28, %29, %30, %31"
         "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1; }"
         : ONNX_ATTN_TILES_8(0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(go_on)));
 }
 
-// d += a * b, with a (P) in registers and b (V) in shared memory, 96 columns.
+// d = a * b, or d += a * b to go on; a (P) in registers and b (V) in shared memory, 96 columns.
 template <class Element>
-__device__ __forceinline__ void multiply_values(float (&d)[12][4], const uint32_t (&a)[4], uint64_t b) {
+__device__ __forceinline__ void multiply_values(float (&d)[12][4], const uint32_t (&a)[4], uint64_t b, bool go_on) {
   if constexpr (std::is_same_v<Element, __half>)
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
+        "{ .reg .pred p; setp.ne.b32 p, %53, 0; wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
         "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
         "}, {%48, %49, %50, %51}, %52, p, 1, 1, 1; }"
         : ONNX_ATTN_TILES_8(0), ONNX_ATTN_TILES_4(8)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(go_on)));
   else
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
+        "{ .reg .pred p; setp.ne.b32 p, %53, 0; wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
         "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
         "}, {%48, %49, %50, %51}, %52, p, 1, 1, 1; }"
         : ONNX_ATTN_TILES_8(0), ONNX_ATTN_TILES_4(8)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(go_on)));
 }
 
-// d += a * b, with a (P) in registers and b (V) in shared memory, 128 columns.
+// d = a * b, or d += a * b to go on; a (P) in registers and b (V) in shared memory, 128 columns.
 template <class Element>
-__device__ __forceinline__ void multiply_values(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
+__device__ __forceinline__ void multiply_values(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b, bool go_on) {
   if constexpr (std::is_same_v<Element, __half>)
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+        "{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
         "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
         "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
         "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1; }"
         : ONNX_ATTN_TILES_16(0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(go_on)));
   else
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "{ .reg .pred p; setp.ne.b32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
         "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
         "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
         "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1; }"
         : ONNX_ATTN_TILES_16(0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(go_on)));
 }
 
-// d += a * b, with a (P) in registers and b (V) in shared memory, 192 columns.
+// d = a * b, or d += a * b to go on; a (P) in registers and b (V) in shared memory, 192 columns.
 template <class Element>
-__device__ __forceinline__ void multiply_values(float (&d)[24][4], const uint32_t (&a)[4], uint64_t b) {
+__device__ __forceinline__ void multiply_values(float (&d)[24][4], const uint32_t (&a)[4], uint64_t b, bool go_on) {
   if constexpr (std::is_same_v<Element, __half>)
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {"
+        "{ .reg .pred p; setp.ne.b32 p, %101, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
         "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
         "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, "
         "%74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
         "}, {%96, %97, %98, %99}, %100, p, 1, 1, 1; }"
         : ONNX_ATTN_TILES_16(0), ONNX_ATTN_TILES_8(16)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(go_on)));
   else
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
+        "{ .reg .pred p; setp.ne.b32 p, %101, 0; wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
         "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
         "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, "
         "%74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
         "}, {%96, %97, %98, %99}, %100, p, 1, 1, 1; }"
         : ONNX_ATTN_TILES_16(0), ONNX_ATTN_TILES_8(16)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(go_on)));
 }
 
-// d += a * b, with a (P) in registers and b (V) in shared memory, 256 columns.
+// d = a * b, or d += a * b to go on; a (P) in registers and b (V) in shared memory, 256 columns.
 template <class Element>
-__device__ __forceinline__ void multiply_values(float (&d)[32][4], const uint32_t (&a)[4], uint64_t b) {
+__device__ __forceinline__ void multiply_values(float (&d)[32][4], const uint32_t (&a)[4], uint64_t b, bool go_on) {
   if constexpr (std::is_same_v<Element, __half>)
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
+        "{ .reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
         "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
         "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, "
@@ -272,10 +272,10 @@ __device__ __forceinline__ void multiply_values(float (&d)[32][4], const uint32_
         "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
         "}, {%128, %129, %130, %131}, %132, p, 1, 1, 1; }"
         : ONNX_ATTN_TILES_16(0), ONNX_ATTN_TILES_16(16)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(go_on)));
   else
     asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "{ .reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
         "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
         "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, "
@@ -284,7 +284,7 @@ __device__ __forceinline__ void multiply_values(float (&d)[32][4], const uint32_
         "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
         "}, {%128, %129, %130, %131}, %132, p, 1, 1, 1; }"
         : ONNX_ATTN_TILES_16(0), ONNX_ATTN_TILES_16(16)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(go_on)));
 }
 
 #undef ONNX_ATTN_TILES_1

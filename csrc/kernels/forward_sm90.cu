@@ -24,29 +24,56 @@ decltype(&cuTensorMapEncodeTiled) find_encoder() {  // in the driver, without li
   return is_found ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function) : nullptr;
 }
 
-bool make_map(CUtensorMap& map, DType dtype, const Tensor4& tensor, int64_t columns, int64_t rows, int64_t heads, int64_t batch,
-              int box_rows) {
+// What a map copies at a time: `rows` rows of `columns` elements.
+struct Box {
+  CUtensorMapDataType type;
+  int element_bytes, columns, rows;
+};
+
+bool make_map(CUtensorMap& map, const Box& box, const Tensor4& tensor, int64_t columns, int64_t rows, int64_t heads, int64_t batch) {
   static const auto encode = find_encoder();
   if (!encode) return false;
-  const auto bytes = [](int64_t stride, int64_t extent) { return static_cast<cuuint64_t>(extent > 1 ? stride * 2 : 16); };
+  const auto bytes = [&](int64_t stride, int64_t extent) { return static_cast<cuuint64_t>(extent > 1 ? stride * box.element_bytes : 16); };
   const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(heads),
                                static_cast<cuuint64_t>(batch)};
   const cuuint64_t strides[3] = {bytes(tensor.row_stride, rows), bytes(tensor.head_stride, heads), bytes(tensor.batch_stride, batch)};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
+  const cuuint32_t extents[4] = {static_cast<cuuint32_t>(box.columns), static_cast<cuuint32_t>(box.rows), 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
-  const auto type = dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return encode(&map, type, 4, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+  const auto swizzle = box.columns * box.element_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  return encode(&map, box.type, 4, tensor.data, sizes, strides, extents, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// Two neighbouring mask elements can be read at once.
-bool has_pairs(const TensorMask& mask, const Problem& problem) {
-  if (mask.kind == TensorMask::Kind::bias && mask.dtype != problem.dtype) return false;
-  const int64_t pair_bytes = mask.kind == TensorMask::Kind::keep ? 2 : 4;
-  const auto is_even = [](int64_t extent, int64_t stride) { return extent <= 1 || stride % 2 == 0; };
-  return mask.key_stride == 1 && mask.columns % 2 == 0 && reinterpret_cast<uintptr_t>(mask.data) % pair_bytes == 0 &&
-         is_even(problem.batch, mask.batch_stride) && is_even(problem.q_heads, mask.head_stride) &&
-         is_even(problem.q_len, mask.query_stride);
+bool make_mask_map(ForwardParams& params, const TileSize& tile) {
+  const Problem& problem = params.problem;
+  const TensorMask& mask = problem.mask.tensor;
+  const MaskLayout layout{tile.rows, tile.keys, params.mask.element_bytes};
+  const auto type = layout.element_bytes == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                    : layout.element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
+                                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  const Box box{type, layout.element_bytes, layout.panel_keys(), params.mask.is_key_row ? 1 : tile.rows};
+  const Tensor4 tensor{const_cast<void*>(mask.data), mask.batch_stride, mask.head_stride, mask.query_stride};
+  return make_map(params.maps.mask, box, tensor, mask.columns, params.mask.is_key_row ? 1 : problem.q_len,
+                  params.mask.by_head ? problem.q_heads : 1, params.mask.by_batch ? problem.batch : 1);
+}
+
+MaskTiles choose_mask_tiles(const Problem& problem) {
+  const TensorMask& mask = problem.mask.tensor;
+  MaskTiles tiles;
+  if (mask.kind == TensorMask::Kind::none) return tiles;
+  tiles.element_bytes = mask.kind == TensorMask::Kind::keep ? 1 : mask.dtype == DType::f32 ? 4 : 2;
+  tiles.is_key_row = mask.query_stride == 0;
+  tiles.by_head = mask.head_stride != 0 && problem.q_heads > 1;
+  tiles.by_batch = mask.batch_stride != 0 && problem.batch > 1;
+  const auto fits = [&](bool is_used, int64_t stride) {
+    return !is_used || (stride > 0 && stride * tiles.element_bytes % 16 == 0 && stride < (int64_t{1} << 37));
+  };
+  // Rows of keys that lie next to each other are judged by their length, so that bits do not depend on how many there are.
+  const bool fits_map = reinterpret_cast<uintptr_t>(mask.data) % 16 == 0 &&
+                        (tiles.is_key_row ? mask.columns * tiles.element_bytes % 16 == 0 : fits(true, mask.query_stride)) &&
+                        fits(tiles.by_head, mask.head_stride) && fits(tiles.by_batch, mask.batch_stride);
+  tiles.access = fits_map ? MaskAccess::tiles : MaskAccess::elements;
+  return tiles;
 }
 
 void set_cap(ScoreTransform& transform, double cap, double slope) {
@@ -67,20 +94,22 @@ ForwardParams make_params(const Problem& problem) {
   mask.left = std::min(mask.left, kFar);
   mask.right = std::min(mask.right, kFar);
   mask.offset = std::clamp(mask.offset, -kFar, kFar);
+  params.mask = choose_mask_tiles(problem);
 
-  if (mask.tensor.kind != TensorMask::Kind::none)
-    params.mask_access = has_pairs(mask.tensor, problem) ? MaskAccess::pairs : MaskAccess::elements;
-  const bool has_masks = params.mask_access != MaskAccess::none || mask.padding.kind != Padding::Kind::none;
-  const float unit = static_cast<float>(problem.scale * kLog2e);
+  const float raw_unit = static_cast<float>(problem.scale * kLog2e);
   ScoreTransform& transform = params.transform;
+  transform.unit = static_cast<float>(kLog2e);
   if (problem.softcap != 0) {
-    set_cap(transform, problem.softcap * kLog2e, problem.scale / problem.softcap);
-  } else if (has_masks || !(unit >= kMinUnit && unit <= 1)) {  // 0 included: it would make NaN of excluded scores
+    set_cap(transform, problem.softcap, problem.scale / problem.softcap);
+  } else if (mask.tensor.kind == TensorMask::Kind::bias || !(raw_unit >= kMinUnit && raw_unit <= 1)) {  // 0: NaN of excluded scores
     transform.form = ScoreForm::scaled;
-    transform.scale = unit;
+    transform.scale = static_cast<float>(problem.scale);
   } else {
-    transform.unit = unit;
+    transform.unit = raw_unit;
   }
+  // In raw scores a filter may be beyond every float; it stops far from there, and further still from every score.
+  const double filter = transform.form == ScoreForm::raw ? mask.padding.filter / problem.scale : mask.padding.filter;
+  transform.filter = transform.form == ScoreForm::raw ? static_cast<float>(std::clamp(filter, -1e38, 1e38)) : static_cast<float>(filter);
   return params;
 }
 
@@ -102,13 +131,17 @@ constexpr Launcher kLaunchers[] = {
 
 }  // namespace
 
-bool make_tensor_maps(TensorMaps& maps, const Problem& problem, int block_rows, int tile_keys) {
+bool make_tensor_maps(ForwardParams& params, const TileSize& tile) {
+  const Problem& problem = params.problem;
   const int64_t batch = problem.batch, q_heads = problem.q_heads, kv_heads = problem.kv_heads;
-  constexpr int kStoredRows = 64;  // by a warpgroup
-  return make_map(maps.q, problem.dtype, problem.q, problem.head_size, problem.q_len, q_heads, batch, block_rows) &&
-         make_map(maps.k, problem.dtype, problem.k, problem.head_size, problem.kv_len, kv_heads, batch, tile_keys) &&
-         make_map(maps.v, problem.dtype, problem.v, problem.v_head_size, problem.kv_len, kv_heads, batch, tile_keys) &&
-         make_map(maps.y, problem.dtype, problem.y, problem.v_head_size, problem.q_len, q_heads, batch, kStoredRows);
+  const auto type = problem.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const Box rows{type, 2, 64, tile.rows}, keys{type, 2, 64, tile.keys};
+  TensorMaps& maps = params.maps;
+  return make_map(maps.q, rows, problem.q, problem.head_size, problem.q_len, q_heads, batch) &&
+         make_map(maps.k, keys, problem.k, problem.head_size, problem.kv_len, kv_heads, batch) &&
+         make_map(maps.v, keys, problem.v, problem.v_head_size, problem.kv_len, kv_heads, batch) &&
+         make_map(maps.y, rows, problem.y, problem.v_head_size, problem.q_len, q_heads, batch) &&
+         (params.mask.access != MaskAccess::tiles || make_mask_map(params, tile));
 }
 
 cudaError_t launch_any(const Problem& problem, const LaunchSite& site) {

@@ -1,12 +1,13 @@
-// forward_sm90.cuh: attention forward for Hopper: a warpgroup that loads (forward_sm90_loader.cuh) and two or three that compute
-// (forward_sm90_consumer.cuh).
+// forward_sm90.cuh: attention forward for Hopper: a warpgroup whose warps deal and load (forward_sm90_dealer.cuh,
+// forward_sm90_loader.cuh) and two or three that compute (forward_sm90_consumer.cuh).
 //
-// Key tiles go from the last to the first through two rings in shared memory, so that the tiles at the ragged end and on the
+// Key tiles go from the last to the first through rings in shared memory, so that the tiles at the ragged end and on the
 // diagonal, which need limits, come first. A thread block computes one block of query rows, or as many as it is dealt: then the
-// next one's first tiles arrive while this one's output leaves.
+// next one's first tiles arrive, and are computed, while this one's output leaves.
 #pragma once
 
 #include "forward_sm90_consumer.cuh"
+#include "forward_sm90_dealer.cuh"
 #include "forward_sm90_loader.cuh"
 
 namespace onnx_attn::forward_sm90_kernel {
@@ -17,16 +18,22 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) forward(const __grid_const
   SharedMemory<Shape>& shared = *reinterpret_cast<SharedMemory<Shape>*>(shared_bytes);
 
   if (threadIdx.x == 0) {
+    constexpr int kWarps = Shape::kWarpgroups * 4, kLoaders = has_mask(kScoreWork) ? 3 : 2;
+    shared.query_ring.init(1, 1);
+#pragma unroll
+    for (uint64_t& barrier : shared.output_full) barrier_init(shared_address(&barrier), kWarps);
+    shared.key_ring.init(1, Shape::kWarpgroups);
+    shared.value_ring.init(1, Shape::kWarpgroups);
+    shared.mask_ring.init(1, kWarps);
+    shared.block_ring.init(1, kWarps + kLoaders);
+    publish_barriers_to_copies();
+    publish_to_bulk_copies();
+  }
+  if (threadIdx.x == 32) {
     prefetch_map(params.maps.q);
     prefetch_map(params.maps.k);
     prefetch_map(params.maps.v);
     prefetch_map(params.maps.y);
-    shared.query_ring.init(Shape::kWarpgroups);
-    shared.key_ring.init(Shape::kWarpgroups);
-    shared.value_ring.init(Shape::kWarpgroups);
-    shared.block_ring.init(Shape::kWarpgroups * 4 + 1);  // readers: the warps that compute, and the loader of Q
-    publish_barriers_to_copies();
-    publish_to_bulk_copies();
   }
   __syncthreads();
 
@@ -34,7 +41,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) forward(const __grid_const
   if (warpgroup < 0) {
     shrink_registers<Shape::kLoaderRegisters>();
     if (threadIdx.x == 0) load_keys_and_values(shared, params);
-    if (threadIdx.x == 32) load_queries(shared, params);
+    if (threadIdx.x == 32) load_queries_and_store_output(shared, params);
+    if (threadIdx.x / 32 == 2) deal_blocks<Shape, kScoreWork>(shared, params);
+    if (has_mask(kScoreWork) && threadIdx.x == 96) load_mask_tiles<Shape, kScoreWork>(shared, params);
   } else {
     grow_registers<Shape::kConsumerRegisters>();
     consume<Element, Shape, kScoreWork>(shared, params, warpgroup);

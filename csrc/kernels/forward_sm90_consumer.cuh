@@ -3,11 +3,9 @@
 
 #include <type_traits>
 
-#include "../device/softmax.cuh"
 #include "../device/wgmma.cuh"
 #include "forward_sm90_block.cuh"
 #include "forward_sm90_mask.cuh"
-#include "forward_sm90_scores.cuh"
 
 namespace onnx_attn::forward_sm90_kernel {
 
@@ -41,14 +39,14 @@ __device__ __forceinline__ void start_scores(Scores<Shape>& scores, uint32_t que
   products_commit();
 }
 
-// output += weights V, started.
+// output = weights V, or output += weights V to go on, started.
 template <class Element, class Shape>
-__device__ __forceinline__ void start_output(Output<Shape>& output, const Weights<Element, Shape>& weights, uint32_t values) {
+__device__ __forceinline__ void start_output(Output<Shape>& output, const Weights<Element, Shape>& weights, uint32_t values, bool go_on) {
   const uint64_t value = panel_descriptor(values, Shape::kKeys * kPanelBytes);
   products_begin();
 #pragma unroll
   for (int step = 0; step < Shape::kKeys / 16; ++step) {
-    multiply_values<Element>(output.value[0], weights.operand[step], value + step * 16 * kPanelBytes / 16);
+    multiply_values<Element>(output.value[0], weights.operand[step], value + step * 16 * kPanelBytes / 16, step > 0 || go_on);
   }
   products_commit();
 }
@@ -69,115 +67,124 @@ __device__ __forceinline__ void clear_values_from(uint8_t* values, int row) {
   publish_to_bulk_copies();  // warpgroup products read like them
 }
 
-// Normalizes the output, brings it to the place of the warpgroup's queries, and starts to store it.
-template <class Element, class Shape, class Softmax>
-__device__ __forceinline__ void start_store(Output<Shape>& output, const Softmax& softmax, uint32_t place, const CUtensorMap& map,
-                                            const Work& work, int first_row, int warpgroup, bool is_leader) {
-  const float inverse[2] = {softmax.inverse_sum(0), softmax.inverse_sum(1)};
+// Normalizes a warp's output and leaves it at `place`, where the warpgroup's queries were, for the thread that stores it. All
+// warps of a warpgroup are done with queries when the products with them are.
+template <class Element, class Shape>
+__device__ __forceinline__ void hand_over(const Output<Shape>& output, const float (&inverse)[2], uint32_t place, uint32_t barrier) {
   // A row without keys may have added 0 * NaN from values that it must not see.
-  output.for_each([&](float& value, int row, int) { value = inverse[row] == 0.0f ? 0.0f : value * inverse[row]; });
-  meet(kFirstWarpgroup + warpgroup, kWarpgroupThreads);  // all four warps have read their queries
+  const auto normalized = [&](int j, int e) { return inverse[e / 2] == 0.0f ? 0.0f : output.value[0][j][e] * inverse[e / 2]; };
   // Lanes 0-15 name the rows of column tile j, lanes 16-31 those of column tile j + 1.
   const int lane = lane_index(), row = threadIdx.x % kWarpgroupThreads / 32 * 16 + lane % 16;
 #pragma unroll
   for (int j = 0; j < Shape::kValueSize / 8; j += 2) {
     const int chunk = (j % 8 + lane / 16) ^ row % 8;
-    uint32_t block[4];
-    pack_operand<Element>(block, output.value[0][j], output.value[0][j + 1]);
-    store_matrices(place + (j / 8 * Shape::kRows + row) * kPanelBytes + chunk * 16, block[0], block[1], block[2], block[3]);
+    const auto packed = [&](int tile, int e) { return pack<Element>(normalized(tile, e), normalized(tile, e + 1)); };
+    store_matrices(place + (j / 8 * Shape::kRows + row) * kPanelBytes + chunk * 16, packed(j, 0), packed(j, 2), packed(j + 1, 0),
+                   packed(j + 1, 2));
   }
   publish_to_bulk_copies();
-  meet(kFirstWarpgroup + warpgroup, kWarpgroupThreads);
-  if (is_leader) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
+// `row`: of the warp, in the block.
+template <class Shape>
+__device__ __forceinline__ void store_log_sum_exp(const Problem& problem, const RunningSoftmax<2>& softmax, float unit,
+                                                  const RowBlock<Shape>& block, int row) {
+  if (!problem.lse || lane_index() % 4 != 0) return;
+  float* head = problem.lse + (block.batch * problem.q_heads + block.q_head) * problem.q_len;
 #pragma unroll
-    for (int panel = 0; panel < Shape::kValuePanels; ++panel) {
-      bulk_store(place + panel * Shape::kRows * kPanelBytes, map, panel * 64, first_row, work.q_head, work.batch);
-    }
-    bulk_store_commit();
+  for (int r = 0; r < 2; ++r) {
+    const int query = block.first_row + row + fragment_row(r);
+    const float value = fmaf(softmax.row_max[r], unit * kLn2, log2f(softmax.row_sum[r]) * kLn2);
+    if (query < problem.q_len) head[query] = softmax.is_empty(r) ? -INFINITY : value;
   }
 }
 
-template <class Softmax>
-__device__ __forceinline__ void store_log_sum_exp(const Problem& problem, const Softmax& softmax, float unit, const Work& work,
-                                                  int warp_row) {
-  if (!problem.lse || lane_index() % 4 != 0) return;
-  float* head = problem.lse + (work.batch * problem.q_heads + work.q_head) * problem.q_len;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row = warp_row + fragment_row(r);
-    if (row < problem.q_len) head[row] = softmax.log_sum_exp(r, unit);
-  }
-}
+// The same value, of which ptxas then knows that all lanes have it: it may live in a uniform register, and branches on it are uniform.
+__device__ __forceinline__ int uniform(int value) { return __reduce_max_sync(~0u, value); }
 
 template <class Element, class Shape, ScoreWork kScoreWork>
 __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const ForwardParams& params, int warpgroup) {
   // Output of large heads is corrected under the product with K; at the end of a step that would take too long.
   constexpr bool kCorrectEarly = Shape::kValueSize > 128;
-  const Problem& problem = params.problem;
+  // The first scores of a block are computed beside the last product of the one before.
+  constexpr bool kJoinsBlocks = Shape::kQueryStages > 1;
+  constexpr bool kMayBeCapped = kScoreWork == ScoreWork::cap || kScoreWork == ScoreWork::masks;
+  // Where registers are short: limits of a first tile are applied whether they exclude anything or not.
+  constexpr bool kAlwaysLimits = kScoreWork == ScoreWork::bias && Shape::kWarpgroups == 3;
   const float unit = params.transform.unit;
+  const int row = warpgroup * kWarpgroupRows + threadIdx.x % kWarpgroupThreads / 32 * 16;  // of the warp, in a block
   // Releases what the warpgroup has used up: products finish for all of its warps together.
   const bool is_leader = threadIdx.x % kWarpgroupThreads == 0;
-  int used = 0;  // key tiles since launch
-  int round = 0;
+  const auto keys = [&](int count) { return shared_address(shared.keys[shared.key_ring.stage(count)]); };
+  const auto values = [&](int count) { return shared_address(shared.values[shared.value_ring.stage(count)]); };
+  const auto queries = [&](int round) {
+    const uint32_t place = shared_address(shared.queries[shared.query_ring.stage(round)]) + warpgroup * kWarpgroupRows * kPanelBytes;
+    return kScoreWork == ScoreWork::masks ? forget_origin(place) : place;  // no registers are left for descriptors
+  };
+
+  Output<Shape> output;
+  RunningSoftmax<2> softmax;
+  Weights<Element, Shape> weights;
+  MaskReader<Element, Shape, kScoreWork> mask(shared, params);
+  float correction[2] = {1.0f, 1.0f};
+  bool has_output = false;  // of this block
+  bool must_correct = false;
+  int used = 0;     // key tiles since launch
+  int owed = -1;    // the tile whose weights, the last ones of the block before, have not met V; -1: none
+  int to_pass = 0;  // tiles that only other warpgroups visit, and ...
+  int masks_to_pass = 0;
+
+  const auto correct_output = [&] {
+    if (must_correct) output.for_each([&](float& value, int row, int) { value *= correction[row]; });
+  };
+  const auto finish_block = [&](const float (&inverse)[2], int round) {
+    hand_over<Element, Shape>(output, inverse, queries(round), shared_address(&shared.output_full[shared.query_ring.stage(round)]));
+  };
 
 #pragma unroll 1
-  for (int index = blockIdx.x; index < params.blocks; ++round) {
-    const RowBlock<Shape> block(params, index);
-    const int first_row = block.work.first_row + warpgroup * kWarpgroupRows;
-    const int warp_row = first_row + threadIdx.x % kWarpgroupThreads / 32 * 16;
-    const TileRange own = block.tiles_of(problem, first_row, kWarpgroupRows);
-    const KeyLimits limits(problem, block.position, warp_row);
-    const uint32_t queries = shared_address(shared.queries[shared.query_ring.stage(round)]) + warpgroup * kWarpgroupRows * kPanelBytes;
-    const auto keys = [&](int count) { return shared_address(shared.keys[shared.key_ring.stage(count)]); };
-    const auto values = [&](int count) { return shared_address(shared.values[shared.value_ring.stage(count)]); };
+  for (int round = 0;; ++round) {
+    shared.block_ring.wait_full(round);
+    const RowBlock<Shape>& block = shared.blocks[shared.block_ring.stage(round)];
+    const bool is_last = uniform(block.first_row) == RowBlock<Shape>::kNoRow;
+    TileRange own{0, 0, 0, 0};
+    int tile = -1, tiles_begin = 0;
+    if (!is_last) {
+      own.begin = uniform(block.own[warpgroup].begin);
+      own.whole_begin = uniform(block.own[warpgroup].whole_begin);
+      own.whole_end = uniform(block.own[warpgroup].whole_end);
+      own.end = uniform(block.own[warpgroup].end);
+      tile = uniform(block.tiles.end) - 1;
+      tiles_begin = uniform(block.tiles.begin);
+    }
+    const bool is_empty = own.begin >= own.end;
+    const int ahead = tile + 1 - (is_empty ? tiles_begin : own.end);
+    to_pass += ahead;
+    if (has_mask(kScoreWork) && !is_last && block.has_mask_tiles) masks_to_pass += ahead;
 
-    Output<Shape> output;
-    RunningSoftmax<2> softmax;
-    Weights<Element, Shape> weights;
-    float correction[2] = {1.0f, 1.0f};
-    bool must_correct = false;
-    output.clear();
-    MaskReader<Element, Shape, kScoreWork> mask(params, block.work, warp_row);
-
-    const auto skip = [&] {  // a tile that only other warpgroups visit
-      shared.key_ring.wait_full(used);
-      shared.value_ring.wait_full(used);
-      if (is_leader) {
-        shared.key_ring.release(used);
-        shared.value_ring.release(used);
-      }
-      meet(kFirstWarpgroup + warpgroup, kWarpgroupThreads);  // else a warp could fall behind by both parities of a barrier
-      ++used;
-    };
-    // With two places for Q: the output of the block before, which left through the other one, has long been read.
-    const auto release_previous_queries = [&] {
-      if (Shape::kQueryStages == 1 || !is_leader || round == 0) return;
-      bulk_store_wait_read();
-      shared.query_ring.release(round - 1);
-    };
-    const auto correct_output = [&] {
-      if (must_correct) output.for_each([&](float& value, int row, int) { value *= correction[row]; });
-    };
-    // Scores become weights.
-    const auto weigh = [&](Scores<Shape>& scores, int tile, auto at_edge) __attribute__((always_inline)) {
-      const int first_key = tile * Shape::kKeys;
-      mask.apply(scores, limits, first_key, tile > own.begin, at_edge);
-      if constexpr (decltype(at_edge)::value) limits.replace_others<Shape>(scores, first_key, -INFINITY);
+    // Scores become weights. may_be_edge: limits may exclude some of them.
+    const auto weigh = [&](Scores<Shape>& scores, int tile, auto may_be_edge) __attribute__((always_inline)) {
+      const int tile_key = tile * Shape::kKeys;
+      const bool is_edge = decltype(may_be_edge)::value && (kAlwaysLimits || !own.is_whole(tile));
+      if (is_edge && kMayBeCapped) KeyLimits(block, row, tile_key).template replace_others<Shape>(scores, 0.0f);
+      mask.apply(scores, block, row, tile_key);
+      if (is_edge) KeyLimits(block, row, tile_key).template replace_others<Shape>(scores, -INFINITY);
       must_correct = softmax.advance(scores, unit, correction);
-      const float reference[2] = {softmax.reference(0, unit), softmax.reference(1, unit)};
-      scores.for_each([&](float& score, int row, int) { score = softmax.weight(score, row, unit, reference[row]); });
+      weigh_scores<kScoreWork == ScoreWork::bias || kScoreWork == ScoreWork::masks, Shape>(scores, softmax, unit);
     };
     // Scores of a tile are computed, and become weights, while the tile before is added to the output.
-    const auto visit = [&](int tile, auto at_edge) __attribute__((always_inline)) {
+    const auto visit = [&](int tile, auto is_edge) __attribute__((always_inline)) {
       Scores<Shape> scores;
       shared.key_ring.wait_full(used);
-      start_scores<Element, Shape>(scores, queries, keys(used));
+      start_scores<Element, Shape>(scores, queries(round), keys(used));
       if constexpr (kCorrectEarly) correct_output();
       shared.value_ring.wait_full(used - 1);
-      start_output<Element, Shape>(output, weights, values(used - 1));
+      start_output<Element, Shape>(output, weights, values(used - 1), has_output);
+      has_output = true;
       products_wait<1>();
       if (is_leader) shared.key_ring.release(used);
-      weigh(scores, tile, at_edge);
+      weigh(scores, tile, is_edge);
       if constexpr (Shape::kHoldExponentials)
         hold_exponentials(softmax.row_sum[0] + softmax.row_sum[1], shared_address(&shared.never_written));
       products_wait<0>();
@@ -186,32 +193,73 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
       if constexpr (!kCorrectEarly) correct_output();
       ++used;
     };
-
-    int tile = block.tiles.end - 1;
-#pragma unroll 1
-    for (; tile >= max(own.end, block.tiles.begin); --tile) skip();
-    shared.query_ring.wait_full(round);
-    if (own.begin < own.end) {
-      {
-        Scores<Shape> scores;
-        shared.key_ring.wait_full(used);
-        start_scores<Element, Shape>(scores, queries, keys(used));
-        mask.read_first(tile * Shape::kKeys);
-        products_wait<0>();
-        if (is_leader) shared.key_ring.release(used);
-        weigh(scores, tile, std::true_type());
-        weights.pack(scores);
-        must_correct = false;
-        const int valid_rows = static_cast<int>(block.position.length - tile * Shape::kKeys);
-        if (valid_rows < Shape::kKeys && block.position.length < problem.kv_len) {
-          shared.value_ring.wait_full(used);
-          clear_values_from<Shape>(shared.values[shared.value_ring.stage(used)], valid_rows);
-          meet(kFirstWarpgroup + warpgroup, kWarpgroupThreads);
-        }
-        --tile;
-        ++used;
+    // The same for the first tile of a block and the last one of the block before, if that is owed.
+    const auto visit_first = [&](int tile, auto is_owed) __attribute__((always_inline)) {
+      constexpr bool kIsOwed = decltype(is_owed)::value;
+      Scores<Shape> scores;
+      shared.key_ring.wait_full(used);
+      start_scores<Element, Shape>(scores, queries(round), keys(used));
+      if constexpr (kIsOwed) {
+        if constexpr (kCorrectEarly) correct_output();
+        shared.value_ring.wait_full(owed);
+        start_output<Element, Shape>(output, weights, values(owed), has_output);
       }
-      release_previous_queries();
+      products_wait<kIsOwed>();
+      if (is_leader) shared.key_ring.release(used);
+      const float inverse[2] = {softmax.inverse_sum(0), softmax.inverse_sum(1)};
+      softmax = RunningSoftmax<2>();
+      weigh(scores, tile, std::true_type());
+      if constexpr (kIsOwed) {
+        if constexpr (Shape::kHoldExponentials)
+          hold_exponentials(softmax.row_sum[0] + softmax.row_sum[1], shared_address(&shared.never_written));
+        products_wait<0>();
+        if (is_leader) shared.value_ring.release(owed);
+      }
+      weights.pack(scores);
+      if constexpr (kIsOwed) finish_block(inverse, round - 1);
+      has_output = must_correct = false;
+      const int valid_rows = block.length - tile * Shape::kKeys;
+      if (valid_rows < Shape::kKeys && block.length < params.problem.kv_len) {
+        shared.value_ring.wait_full(used);
+        clear_values_from<Shape>(shared.values[shared.value_ring.stage(used)], valid_rows);
+        meet(kFirstWarpgroup + warpgroup, kWarpgroupThreads);
+      }
+      ++used;
+    };
+
+    // A debt is paid at once where there is no first tile to do it beside, or where it would hold too many places of the ring.
+    if (owed >= 0 && (is_empty || !kJoinsBlocks || used + to_pass - owed > Shape::kStages)) {
+      if constexpr (kCorrectEarly) correct_output();
+      shared.value_ring.wait_full(owed);
+      start_output<Element, Shape>(output, weights, values(owed), has_output);
+      products_wait<0>();
+      if (is_leader) shared.value_ring.release(owed);
+      finish_block({softmax.inverse_sum(0), softmax.inverse_sum(1)}, round - 1);
+      owed = -1;
+    }
+#pragma unroll 1
+    for (; to_pass > 0; --to_pass, ++used) {
+      shared.key_ring.wait_full(used);
+      shared.value_ring.wait_full(used);
+      meet(kFirstWarpgroup + warpgroup, kWarpgroupThreads);  // a warp that came later could find the place filled again
+      if (is_leader) {
+        shared.key_ring.release(used);
+        shared.value_ring.release(used);
+      }
+      if (has_mask(kScoreWork) && masks_to_pass > 0) {
+        mask.pass();
+        --masks_to_pass;
+      }
+    }
+    if (is_last) return;
+
+    shared.query_ring.wait_full(round);
+    if (!is_empty) {
+      tile = own.end - 1;
+      if (kJoinsBlocks && owed >= 0)
+        visit_first(tile--, std::bool_constant<kJoinsBlocks>());
+      else
+        visit_first(tile--, std::false_type());
 #pragma unroll 1
       for (int edge = 0; edge < 2; ++edge) {  // the ragged end and the diagonal, the interior; and then the left edge of a window
         const int edge_begin = edge == 0 ? own.whole_end : own.begin;
@@ -220,29 +268,18 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
 #pragma unroll 1
         for (; tile >= own.whole_begin; --tile) visit(tile, std::false_type());
       }
-      if constexpr (kCorrectEarly) correct_output();
-      shared.value_ring.wait_full(used - 1);
-      start_output<Element, Shape>(output, weights, values(used - 1));
-      products_wait<0>();
-      if (is_leader) shared.value_ring.release(used - 1);
+      owed = used - 1;
+      to_pass = own.begin - tiles_begin;
+      if (has_mask(kScoreWork) && block.has_mask_tiles) masks_to_pass = to_pass;
+      softmax.finish();
     } else {
-      release_previous_queries();
+      softmax = RunningSoftmax<2>();
+      finish_block({0.0f, 0.0f}, round);
     }
-#pragma unroll 1
-    for (; tile >= block.tiles.begin; --tile) skip();
-
-    softmax.finish();
-    store_log_sum_exp(problem, softmax, unit, block.work, warp_row);
-    start_store<Element, Shape>(output, softmax, queries, params.maps.y, block.work, first_row, warpgroup,
-                                is_leader && first_row < problem.q_len);
-    if (Shape::kQueryStages == 1 && is_leader) {
-      bulk_store_wait_read();
-      shared.query_ring.release(round);
-    }
-    index = __shfl_sync(~0u, following_block(shared, params, index, round), 0);  // uniform, and read by every lane
-    if (params.next_block && lane_index() == 0) shared.block_ring.release(round);
+    store_log_sum_exp<Shape>(params.problem, softmax, unit, block, row);
+    __syncwarp();
+    if (lane_index() == 0) shared.block_ring.release(round);
   }
-  if (is_leader) bulk_store_wait();  // shared memory must outlive the stores
 }
 
 }  // namespace onnx_attn::forward_sm90_kernel

@@ -3,15 +3,16 @@
 
 namespace onnx_attn::forward_sm90_kernel {
 
-// 176 keys: 208 KB of shared memory, for long rows; 128 leave room for a second Q, and waste less on the diagonal. With masks,
-// registers for the words of a tile bound the keys.
-using LargeShape = TileShape<128, 128, 176, 2, true>;
+// 128 keys: 225 KB of shared memory with three places for Q. 176 keys, which leave room for one, are slower throughout. With masks,
+// registers for everything that can happen to scores bound the keys.
 using PlainShape = TileShape<128, 128, 128, 2, false>;
-using MaskShape = TileShape<128, 128, 96, 2, false>;
+using KeepShape = TileShape<128, 128, 128, 2, false, true>;
+using BiasShape = TileShape<128, 128, 128, 2, false, true>;
+using MaskShape = TileShape<128, 128, 64, 2, false, true>;
 
 template <class Element, int kHeadSize, int kValueSize>
 cudaError_t launch(const ForwardParams& params, const LaunchSite& site) {
-  return launch_by_work<Element, LargeShape, PlainShape, MaskShape>(params, site);
+  return launch_by_work<Element, PlainShape, PlainShape, KeepShape, BiasShape, MaskShape>(params, site);
 }
 
 template cudaError_t launch<__half, 128, 128>(const ForwardParams&, const LaunchSite&);

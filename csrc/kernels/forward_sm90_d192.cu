@@ -3,13 +3,13 @@
 
 namespace onnx_attn::forward_sm90_kernel {
 
-// 112 keys: 216 KB of shared memory. With masks, registers bound the keys.
+// 112 keys: 216 KB of shared memory. With masks, that of mask tiles bounds the keys.
 using PlainShape = TileShape<192, 192, 112, 2, true>;
-using MaskShape = TileShape<192, 192, 64, 2, false>;
+using MaskShape = TileShape<192, 192, 64, 2, false, true>;
 
 template <class Element, int kHeadSize, int kValueSize>
 cudaError_t launch(const ForwardParams& params, const LaunchSite& site) {
-  return launch_by_work<Element, PlainShape, PlainShape, MaskShape>(params, site);
+  return launch_by_work<Element, PlainShape, PlainShape, MaskShape, MaskShape, MaskShape>(params, site);
 }
 
 template cudaError_t launch<__half, 192, 192>(const ForwardParams&, const LaunchSite&);

@@ -29,8 +29,9 @@ cudaError_t launch_shape(ForwardParams params, const LaunchSite& site) {
   params.order.row_blocks = (problem.q_len + Shape::kRows - 1) / Shape::kRows;
   params.order.group = problem.q_heads / problem.kv_heads;
   params.order.band = site.tuning.band;
+  params.is_batch_first = site.tuning.is_batch_first;
   params.blocks = static_cast<int>(params.order.heads * params.order.row_blocks);
-  if (!make_tensor_maps(params.maps, problem, Shape::kRows, Shape::kKeys)) return cudaErrorInvalidValue;
+  if (!make_tensor_maps(params, TileSize{Shape::kRows, Shape::kKeys})) return cudaErrorInvalidValue;
 
   static std::atomic<uint64_t> prepared{0};
   const auto kernel = forward<Element, Shape, kScoreWork>;
@@ -46,11 +47,39 @@ cudaError_t launch_shape(ForwardParams params, const LaunchSite& site) {
   return cudaGetLastError();
 }
 
-template <class Element, class LargeShape, class PlainShape, class MaskShape>
+// The least that does what the call asks of its scores.
+inline ScoreWork score_work(const ForwardParams& params) {
+  const TensorMask& mask = params.problem.mask.tensor;
+  const Padding::Kind padding = params.problem.mask.padding.kind;
+  const ScoreForm form = params.transform.form;
+  const bool has_tiles = params.mask.access == MaskAccess::tiles;
+  if (mask.kind == TensorMask::Kind::none && padding == Padding::Kind::none && form != ScoreForm::scaled) {
+    return form == ScoreForm::capped ? ScoreWork::cap : ScoreWork::none;
+  }
+  if (mask.kind == TensorMask::Kind::bias && has_tiles && mask.dtype == params.problem.dtype && padding == Padding::Kind::none &&
+      form == ScoreForm::scaled) {
+    return ScoreWork::bias;
+  }
+  const bool keeps = mask.kind == TensorMask::Kind::none || (mask.kind == TensorMask::Kind::keep && has_tiles);
+  return keeps && padding != Padding::Kind::keep && form == ScoreForm::raw ? ScoreWork::keep : ScoreWork::masks;
+}
+
+// Problems that ask for a small tile do everything with MaskShape.
+template <class Element, class LargeShape, class PlainShape, class KeepShape, class BiasShape, class MaskShape>
 cudaError_t launch_by_work(const ForwardParams& params, const LaunchSite& site) {
-  const bool has_masks = params.mask_access != MaskAccess::none || params.problem.mask.padding.kind != Padding::Kind::none;
-  if (has_masks || params.transform.form == ScoreForm::scaled) return launch_shape<Element, MaskShape, ScoreWork::masks>(params, site);
-  if (params.transform.form == ScoreForm::capped) return launch_shape<Element, PlainShape, ScoreWork::cap>(params, site);
+  const ScoreWork work = score_work(params);
+  const bool is_small = KeepShape::kRows > MaskShape::kRows && !site.tuning.large_tile;
+  if (has_mask(work) && is_small) {
+    return work == ScoreWork::keep ? launch_shape<Element, MaskShape, ScoreWork::keep>(params, site)
+                                   : launch_shape<Element, MaskShape, ScoreWork::masks>(params, site);
+  }
+  switch (work) {
+    case ScoreWork::cap: return launch_shape<Element, PlainShape, ScoreWork::cap>(params, site);
+    case ScoreWork::keep: return launch_shape<Element, KeepShape, ScoreWork::keep>(params, site);
+    case ScoreWork::bias: return launch_shape<Element, BiasShape, ScoreWork::bias>(params, site);
+    case ScoreWork::masks: return launch_shape<Element, MaskShape, ScoreWork::masks>(params, site);
+    default: break;
+  }
   return site.tuning.large_tile ? launch_shape<Element, LargeShape, ScoreWork::none>(params, site)
                                 : launch_shape<Element, PlainShape, ScoreWork::none>(params, site);
 }

@@ -15,28 +15,31 @@ Tuning choose_tuning(const Problem& problem, int sm_count) {
   const int64_t heads = problem.batch * problem.q_heads, group = problem.q_heads / problem.kv_heads;
   const int64_t size = std::max(problem.head_size, problem.v_head_size);
   const bool is_triangle = problem.mask.right >= 0 && 2 * problem.q_len > problem.kv_len;  // rows see very different numbers of keys
-  int64_t visible = is_triangle ? problem.kv_len / 2 : problem.kv_len;                     // keys of an average row, about
-  if (problem.mask.left >= 0) visible = std::min(visible, problem.mask.left + 1);
 
   // Blocks of rows that differ in length are evened out by many heads side by side, as long as their keys and values stay in the
   // L2 cache. Where all blocks are alike, those that run at a time should share their keys.
   constexpr int64_t kCacheBytes = int64_t{48} << 20;
   const int64_t head_bytes = problem.kv_len * (problem.head_size + problem.v_head_size) * 2;
+  constexpr int64_t kMostHeads = 32;
   int64_t kv_heads = 1;
-  while (is_triangle && 2 * kv_heads * head_bytes <= kCacheBytes) kv_heads *= 2;
+  while (is_triangle && 2 * kv_heads * head_bytes <= kCacheBytes && kv_heads < kMostHeads) kv_heads *= 2;
   tuning.band = std::min(heads, kv_heads * group);
+
+  // Blocks of rows that read the same part of a mask should run together.
+  const TensorMask& mask = problem.mask.tensor;
+  if (mask.kind != TensorMask::Kind::none && mask.query_stride != 0 && !is_triangle) {
+    tuning.is_batch_first = mask.batch_stride == 0 && mask.head_stride != 0;
+    if (tuning.is_batch_first) tuning.band = problem.batch;
+  }
 
   if (size <= 64) {
     const auto padded = [&](int64_t rows) { return (problem.q_len + rows - 1) / rows * rows; };
-    tuning.large_tile = 4 * padded(192) <= 5 * padded(128);  // 497 against 414 TFLOP/s at 8,32,2048
-  } else if (size <= 128) {
-    tuning.large_tile = visible >= 4096 && !is_triangle;  // 704 against 698 TFLOP/s at 2,16,8192
+    tuning.large_tile = 4 * padded(192) <= 5 * padded(128);  // 523 against 445 TFLOP/s at 8,32,2048
   }
 
-  // Drawing hides the loads and stores at the ends of a block: 442 against 356 TFLOP/s at 32,16,512,128, and 623 against 576 at
-  // 2,16,8192,128 causal. The larger shapes have no room for the next block's Q, and nothing to hide behind: 812 with one block
-  // each, 718 with drawing at 2,8,8192,256. The counter is zeroed by a launch of its own, which small problems feel.
-  const bool is_large = problem.v_head_size > 128 || problem.head_size > 192 || (size > 64 && tuning.large_tile);
+  // Drawing hides the loads and stores at the ends of a block: 539 against 390 TFLOP/s at 32,16,512,128. The larger shapes have no
+  // room for the next block's Q, and nothing to hide behind. The counter is zeroed by a launch of its own, which small problems feel.
+  const bool is_large = size > 192;
   tuning.dealing = is_large ? Dealing::one_each : Dealing::drawn;
   if (tuning.dealing == Dealing::drawn && problem.kv_len <= 256) tuning.dealing = Dealing::in_turn;
   if (heads * ((problem.q_len + 127) / 128) <= sm_count) tuning.dealing = Dealing::one_each;
@@ -73,7 +76,6 @@ const char* mask_refusal(const Problem& problem) {
     return "neighbours in the mask are not neighbours in memory";
   const Padding& padding = problem.mask.padding;
   if (padding.kind == Padding::Kind::keep && padding.query_stride != 0) return "the key padding mask has a query axis";
-  if (padding.kind == Padding::Kind::keep && padding.dtype == DType::i64) return "the key padding mask has 64-bit elements";
   if (padding.kind == Padding::Kind::keep && padding.columns > 1 && padding.key_stride != 1) {
     return "neighbours in the key padding mask are not neighbours in memory";
   }

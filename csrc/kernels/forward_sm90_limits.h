@@ -15,7 +15,8 @@ enum class Dealing : int8_t {
 struct Tuning {
   bool large_tile = false;  // the larger of two tiles where a head size has two
   Dealing dealing = Dealing::one_each;
-  int64_t band = 1;  // heads that are finished before the next ones start; see WorkOrder
+  int64_t band = 1;             // heads that are finished before the next ones start; see WorkOrder
+  bool is_batch_first = false;  // heads are numbered so that the batch entries of a query head are neighbours
 };
 
 Tuning choose_tuning(const Problem& problem, int sm_count);

@@ -11,7 +11,7 @@
 namespace onnx_attn::forward_sm90_kernel {
 
 // What happens to a product of Q and K before it is masked. Weights are 2^(score * unit - ...): raw scores stay as they are and
-// the unit carries the scale; the others are brought to base 2 and the unit is 1.
+// the unit carries the scale; the others are brought to natural units.
 enum class ScoreForm : int8_t { raw, capped, scaled };
 
 struct ScoreTransform {
@@ -22,27 +22,51 @@ struct ScoreTransform {
   // polynomial with coefficients `odd` of the 1st, 3rd, 5th and 7th power where |score| <= small.
   float cap = 0, exponent = 0;
   float odd[4] = {}, small = 0;
+  float filter = 0;  // of padding, in scores
 };
 
-// How a tensor mask is read.
+// How a tensor mask reaches the scores.
 enum class MaskAccess : int8_t {
   none,
-  pairs,     // two neighbouring keys at a time, while the product with V runs
-  elements,  // one at a time
+  tiles,     // by bulk copies through shared memory
+  elements,  // from global memory, one element at a time
+};
+
+struct MaskTiles {
+  MaskAccess access = MaskAccess::none;
+  int8_t element_bytes = 1;
+  bool is_key_row = false;  // the same for all queries: a tile is one row
+  bool by_head = false;     // the mask has a head axis ...
+  bool by_batch = false;    // ... and a batch axis
+};
+
+// A tile of a tensor mask in shared memory: panels whose rows have up to 128 bytes, swizzled by the bulk copies. Four tiles of bytes
+// take as much room as two of 16-bit elements, or one of floats.
+struct MaskLayout {
+  int rows, keys, element_bytes;
+
+  ONNX_ATTN_HOST_DEVICE constexpr int row_bytes() const { return keys * element_bytes < 128 ? keys * element_bytes : 128; }
+  ONNX_ATTN_HOST_DEVICE constexpr int panel_keys() const { return row_bytes() >> element_bytes / 2; }
+  ONNX_ATTN_HOST_DEVICE constexpr int panels() const { return (keys * element_bytes + 127) / 128; }
+  ONNX_ATTN_HOST_DEVICE constexpr int panel_bytes() const { return rows * row_bytes(); }
+  ONNX_ATTN_HOST_DEVICE constexpr int tile_bytes() const { return panels() * panel_bytes(); }
+  ONNX_ATTN_HOST_DEVICE constexpr int stage_bits() const { return 2 - element_bytes / 2; }  // room for 2^stage_bits tiles
+  ONNX_ATTN_HOST_DEVICE constexpr int swizzle(int row) const { return row_bytes() == 128 ? row % 8 : row / 2 % 4; }  // of 16-byte chunks
 };
 
 struct TensorMaps {  // axes column, row, head, batch; boxes of 64 columns
-  CUtensorMap q, k, v, y;
+  CUtensorMap q, k, v, y, mask;
 };
 
 struct ForwardParams {
   TensorMaps maps;
   Problem problem;
   ScoreTransform transform;
-  MaskAccess mask_access = MaskAccess::none;
+  MaskTiles mask;
   device::WorkOrder order;
-  int blocks = 0;             // of query rows, in all heads
-  int* next_block = nullptr;  // how many blocks beyond the first of each thread block were drawn; null: they are dealt in turn
+  bool is_batch_first = false;  // heads are numbered so that the batch entries of a query head are neighbours
+  int blocks = 0;               // of query rows, in all heads
+  int* next_block = nullptr;    // how many blocks beyond the first of each thread block were drawn; null: they are dealt in turn
 };
 
 // Where a launch happens and how; `counter` is device memory for drawn dealing.
@@ -56,8 +80,13 @@ struct LaunchSite {
 template <class Element, int kHeadSize, int kValueSize>
 cudaError_t launch(const ForwardParams& params, const LaunchSite& site);
 
+// Rows and keys of a tile.
+struct TileSize {
+  int rows, keys;
+};
+
 // False where a tensor has strides that forward_sm90_refusal would have refused.
-bool make_tensor_maps(TensorMaps& maps, const Problem& problem, int block_rows, int tile_keys);
+bool make_tensor_maps(ForwardParams& params, const TileSize& tile);
 
 cudaError_t launch_any(const Problem& problem, const LaunchSite& site);  // by head size
 

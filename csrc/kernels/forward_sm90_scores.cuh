@@ -1,40 +1,37 @@
-// forward_sm90_scores.cuh: what happens to a tile of scores between the product with K and the softmax: softcap, scale, limits.
+// forward_sm90_scores.cuh: what happens to a tile of scores between the product with K and the softmax: softcap, limits.
 #pragma once
 
+#include "../device/softmax.cuh"
 #include "forward_sm90_block.cuh"
 
 namespace onnx_attn::forward_sm90_kernel {
 
-// The kernels differ in what the loop does to scores: with all of it in one loop, plain calls would be slower.
-enum class ScoreWork { none, cap, masks };
-
-inline constexpr float kLog2e = 1.4426950408889634f;
+inline constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 template <class Shape>
 using Scores = Accumulator<1, Shape::kKeys / 8>;
 
-// Which keys the two rows of a lane can see, less the lane's part of a column: the first row sees [begin, end), the second
-// 8 more on both sides, and neither sees `key_end` or beyond.
+// Which keys of a tile the two rows of a lane can see, less the lane's part of a column: the first row sees [begin, end), the
+// second 8 more on both sides, and neither a key outside of [first_key, key_end).
 struct KeyLimits {
-  int begin, end, key_end;
+  int begin, end, first_key, key_end;
 
-  __device__ __forceinline__ KeyLimits(const Problem& problem, const RowPosition& position, int warp_row) {
-    constexpr int64_t kFar = int64_t{1} << 30;  // twice the longest sequence
-    const Mask& mask = problem.mask;
-    const auto near = [](int64_t key) { return static_cast<int>(max(-kFar, min(kFar, key))) - fragment_column(); };
-    const int64_t key = warp_row + fragment_row(0) + position.offset;
-    begin = mask.left < 0 ? near(-kFar) : near(key - mask.left);
-    end = mask.right < 0 ? near(kFar) : near(key + mask.right + 1);
-    const bool has_columns = mask.tensor.kind != TensorMask::Kind::none;
-    key_end = near(has_columns ? min(position.length, mask.tensor.columns) : position.length);
+  // `row`: of the warp, in the block. `tile_key`: the first key of the tile.
+  template <class Shape>
+  __device__ __forceinline__ KeyLimits(const RowBlock<Shape>& block, int row, int tile_key) {
+    const int column = tile_key + fragment_column();
+    begin = block.begin + row + fragment_row(0) - column;
+    end = block.end + row + fragment_row(0) - column;
+    first_key = block.first_key - column;
+    key_end = block.key_end - column;
   }
 
   // A select, never a sum: the score of a key past the length may be NaN.
   template <class Shape>
-  __device__ __forceinline__ void replace_others(Scores<Shape>& scores, int first_key, float by) const {
+  __device__ __forceinline__ void replace_others(Scores<Shape>& scores, float by) const {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const int first = begin + 8 * row - first_key, last = min(end + 8 * row, key_end) - first_key;
+      const int first = max(begin + 8 * row, first_key), last = min(end + 8 * row, key_end);
 #pragma unroll
       for (int j = 0; j < Shape::kKeys / 8; ++j) {
 #pragma unroll
@@ -51,10 +48,9 @@ struct KeyLimits {
 // for each score; where all of a warp's scores are small, as they usually are, a polynomial is as good and faster. Scores that do
 // not count must not have a say in that, or bits would depend on what lies past the keys. With large heads products take so long
 // that the exact form costs nothing, and registers are scarce.
-template <class Shape, bool kAtEdge>
-__device__ __forceinline__ void cap_scores(Scores<Shape>& scores, const ScoreTransform& transform, const KeyLimits& limits, int first_key) {
+template <class Shape>
+__device__ __forceinline__ void cap_scores(Scores<Shape>& scores, const ScoreTransform& transform) {
   constexpr bool kHasPolynomial = Shape::kHeadSize + Shape::kValueSize <= 256;
-  if constexpr (kHasPolynomial && kAtEdge) limits.replace_others<Shape>(scores, first_key, 0.0f);
   float largest = 0;
   if (kHasPolynomial) scores.for_each([&](float& score, int, int) { largest = fmaxf(largest, fabsf(score)); });
   if (kHasPolynomial && __all_sync(~0u, largest <= transform.small)) {
@@ -67,6 +63,23 @@ __device__ __forceinline__ void cap_scores(Scores<Shape>& scores, const ScoreTra
     const float cap = transform.cap, exponent = transform.exponent;
     scores.for_each([&](float& score, int, int) { score = fmaf(-2.0f * cap, reciprocal_fast(1.0f + exp2_fast(score * exponent)), cap); });
   }
+}
+
+// Scores become weights. kMayBeLowest: a bias may have brought a whole row near the lowest float, where score * unit overflows; such
+// a row is an ordinary softmax, with the difference taken first.
+template <bool kMayBeLowest, class Shape>
+__device__ __forceinline__ void weigh_scores(Scores<Shape>& scores, RunningSoftmax<2>& softmax, float unit) {
+  float reference[2] = {softmax.reference(0, unit), softmax.reference(1, unit)};
+  if constexpr (kMayBeLowest) {
+    constexpr float kLow = -1e38f;
+    const auto is_lowest = [&](int row) { return softmax.row_max[row] < kLow && softmax.row_max[row] != -INFINITY; };
+    if (__any_sync(~0u, is_lowest(0) || is_lowest(1))) {
+      const float lowest[2] = {softmax.reference(0, 1.0f), softmax.reference(1, 1.0f)};
+      scores.for_each([&](float& score, int row, int) { score -= lowest[row]; });
+      reference[0] = reference[1] = 0.0f;
+    }
+  }
+  scores.for_each([&](float& score, int row, int) { score = softmax.weight(score, row, unit, reference[row]); });
 }
 
 }  // namespace onnx_attn::forward_sm90_kernel
