@@ -29,9 +29,12 @@ examples: $(BUILT) $(call stamp_for,$(DEMO_PYTHON),demo)
 test: $(BUILT) $(call stamp_for,$(TEST_PYTHON),test)
 	$(TEST_PYTHON) -m pytest -q tests
 
-# The same suite on CUDA, graph capture included, and a result file; needs a GPU and no network.
+# The same suite on CUDA, graph capture included, as the planner decides and with the forward kernels wherever they can run; and
+# compute-sanitizer. Writes result files; needs a GPU and no network.
 gpu-test: $(BUILT)
 	$(TEST_PYTHON) benchmarks/gpu_test.py
+	TORCH_ONNX_ATTN_KERNEL=-decode,-forward_sm80 $(TEST_PYTHON) benchmarks/gpu_test.py
+	$(TEST_PYTHON) benchmarks/sanitize.py
 
 bench: $(BUILT)
 	$(TEST_PYTHON) benchmarks/bench.py
@@ -42,9 +45,9 @@ lint: $(BUILT) .venv/.lint
 	$(VENV_PYTHON) -m mypy
 	.venv/bin/clang-format --dry-run --Werror $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
-# What ptxas said of every kernel: fails on spills and on serialised wgmma.
-check-kernels: $(BUILT)
-	$(SYSTEM_PYTHON) tools/check_kernels.py
+# What ptxas said of every kernel, and the machine code of Hopper's: fails on spills, serialised wgmma, products without exponentials beside.
+check-kernels: $(BUILT) .venv/.check
+	$(VENV_PYTHON) tools/check_kernels.py
 
 # One wheel for every Python >= 3.10 and torch >= 2.11, and the sdist.
 wheel: $(BUILT)

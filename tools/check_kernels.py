@@ -1,12 +1,20 @@
-"""Reads what ptxas printed while the kernels were built and fails on spills, stack frames and serialised wgmma (C75xx).
+"""Reads what ptxas printed while the kernels were built, and the machine code of the Hopper kernels. Needs no GPU.
 
     python tools/check_kernels.py [build folder]
 
-Prints one line for each source: how many kernels, the most registers and shared memory among them. Standard library only.
+Fails on spills, stack frames and serialised wgmma (C75xx) in the logs; and in the machine code of the forward_sm90 kernels where
+there is no wgmma, where registers live in local memory, or where exponentials that should run beside a product come after it.
+Prints one line for each source. The machine code is read with cuobjdump and nvdisasm of a CUDA toolkit, or of the packages
+nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm; without them it is a failure, unless there is no Hopper kernel. Standard library only.
 """
 
+import os
 import re
+import shutil
+import subprocess
 import sys
+import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -14,8 +22,13 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
 SERIALISED = re.compile(r"C75\d\d")
 
+FUNCTION = re.compile(r"Function : (\S+)")
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)([^;]*);")
+# TileShape<head size, value size, keys, warpgroups, hold exponentials, has mask> and ScoreWork in a mangled name
+SHAPE = re.compile(r"TileShapeILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELb([01])ELb([01])E.*?ScoreWorkE(\d)")
 
-def check(log: Path) -> list[str]:
+
+def check_log(log: Path) -> list[str]:
     """The faults in one source's log; prints its summary line."""
     text = log.read_text()
     faults = [f"{log.stem}: {line.strip()}" for line in text.splitlines() if SERIALISED.search(line) or "warning" in line.lower()]
@@ -28,13 +41,91 @@ def check(log: Path) -> list[str]:
     return faults
 
 
+def tool_folders() -> Iterator[Path]:
+    """Where a disassembler may be, beside PATH."""
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            yield Path(os.environ[variable]) / "bin"
+    yield Path("/usr/local/cuda/bin")
+    packages = Path(sysconfig.get_path("purelib"))
+    yield from sorted(packages.glob("nvidia/**/bin"))
+    yield packages / "triton/backends/nvidia/bin"
+
+
+def tool_path() -> str | None:
+    """A PATH with cuobjdump and nvdisasm, which it calls; None if they are not to be found."""
+    path = os.pathsep.join([os.environ.get("PATH", ""), *map(str, tool_folders())])
+    return path if shutil.which("cuobjdump", path=path) and shutil.which("nvdisasm", path=path) else None
+
+
+def functions(compiled: Path, path: str) -> dict[str, list[tuple[str, str]]]:
+    """(opcode, operands) of every instruction, for each function of an object file."""
+    command = [shutil.which("cuobjdump", path=path) or "cuobjdump", "-sass", str(compiled)]
+    text = subprocess.run(command, env={**os.environ, "PATH": path}, check=True, capture_output=True, text=True).stdout
+    found: dict[str, list[tuple[str, str]]] = {}
+    current: list[tuple[str, str]] = []
+    for line in text.splitlines():
+        if match := FUNCTION.search(line):
+            current = found.setdefault(match.group(1), [])
+        elif match := INSTRUCTION.match(line):
+            current.append((match.group(1), match.group(2)))
+    return found
+
+
+def overlapped_exponentials(instructions: list[tuple[str, str]]) -> int:
+    """The most exponentials that a step computes after its scores have come and before it waits for the product beside them."""
+    most, count, is_overlapped = 0, 0, False
+    for opcode, operands in instructions:
+        if opcode.startswith("WARPGROUP.DEPBAR"):
+            is_overlapped, count = operands.strip().endswith("0x1"), 0
+        elif opcode == "MUFU.EX2" and is_overlapped:
+            count += 1
+            most = max(most, count)
+    return most
+
+
+def check_function(name: str, instructions: list[tuple[str, str]]) -> list[str]:
+    """The faults of one Hopper forward kernel."""
+    shape = SHAPE.search(name)
+    if not shape:
+        return []
+    head_size, value_size, keys, warpgroups, holds, _, work = map(int, shape.groups())
+    label = f"forward_sm90 {head_size}/{value_size}, {warpgroups * 64}x{keys}, score work {work}"
+    opcodes = [opcode for opcode, _ in instructions]
+    faults = [f"{label}: {opcode} in local memory" for opcode in sorted({o for o in opcodes if o.startswith(("LDL", "STL"))})]
+    if not any(opcode.startswith("HGMMA") for opcode in opcodes):
+        faults.append(f"{label}: no warpgroup product")
+    expected = keys // 2  # of a lane: 64 rows by `keys` scores over 128 lanes
+    if holds and overlapped_exponentials(instructions) < expected:
+        faults.append(f"{label}: fewer than {expected} exponentials run beside a product")
+    return faults
+
+
+def check_machine_code(objects: list[Path]) -> list[str]:
+    path = tool_path()
+    if objects and not path:
+        return ["no cuobjdump or nvdisasm: install a CUDA toolkit, or the packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm"]
+    faults = []
+    for compiled in objects:
+        found = functions(compiled, path or "")
+        kernels = {name: code for name, code in found.items() if SHAPE.search(name)}
+        overlapped = [overlapped_exponentials(code) for code in kernels.values()]
+        products = sum(opcode.startswith("HGMMA") for code in kernels.values() for opcode, _ in code)
+        print(f"{compiled.stem:28} kernels {len(kernels):4}   products {products:5}   exponentials beside them {sum(overlapped):5}")
+        faults += [fault for name, code in kernels.items() for fault in check_function(name, code)]
+        if not kernels:
+            faults.append(f"{compiled.stem}: no kernel")
+    return faults
+
+
 def main() -> int:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "build")
     logs = sorted(folder.glob("**/cuda/*.log"))
     if not logs:
         print(f"no ptxas logs under {folder}: the build had no nvcc")
         return 1
-    faults = [fault for log in logs for fault in check(log)]
+    faults = [fault for log in logs for fault in check_log(log)]
+    faults += check_machine_code(sorted(folder.glob("**/cuda/forward_sm90_*.o")))
     for fault in faults:
         print(fault)
     print(f"{len(logs)} sources, {len(faults)} faults")

