@@ -2,13 +2,15 @@
 
     python benchmarks/gpu_test.py [pytest arguments]
 
-Writes benchmarks/results/<gpu>-<date>-gpu-test.json (under $OUT if that is set). Exit status 1 when a test fails.
+Writes benchmarks/results/<gpu>-<date>-gpu-test.json (under $OUT if that is set). Exit status 1 when a test fails. With
+TORCH_ONNX_ATTN_KERNEL, which forces or forbids kernels, the file says so in its name.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import statistics
 import sys
 import time
@@ -84,6 +86,12 @@ def host_microseconds(calls: int = 2000) -> dict[str, float]:
     return times
 
 
+def kind_of_result() -> str:
+    """gpu-test, and the kernels that are forced or forbidden: gpu-test-without-decode."""
+    names = [name for name in os.environ.get("TORCH_ONNX_ATTN_KERNEL", "").split(",") if name]
+    return "-".join(["gpu-test", *(f"without-{name[1:]}" if name.startswith("-") else name for name in names)])
+
+
 def main() -> int:
     if not torch.cuda.is_available():
         print("gpu_test.py needs a CUDA GPU; `make test` runs the same suite on the CPU")
@@ -94,7 +102,7 @@ def main() -> int:
         "fp16 8,16,2048,128 TFLOP/s": round(general_kernel_tflops(), 2),
         "host microseconds per call": host_microseconds(),
     }
-    path = result_path("gpu-test")
+    path = result_path(kind_of_result())
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
