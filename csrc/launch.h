@@ -15,19 +15,26 @@ namespace cuda {
 int query_device(int index, Device* device);
 const char* error_text(int error);
 
-int append(const Problem& problem, void* stream);                                           // kernels/append.cu
-int general(const Problem& problem, const Plan& plan, void* stream);                        // kernels/general.cu
-int decode(const Problem& problem, const Plan& plan, void* workspace, void* stream);        // kernels/decode.cu
-int forward_sm90(const Problem& problem, const Plan& plan, void* workspace, void* stream);  // kernels/forward_sm90.cu
-int forward_sm80(const Problem& problem, const Plan& plan, void* stream);                   // kernels/forward_sm80.cu
-int tensor_scatter(const Scatter& scatter, void* stream);                                   // kernels/scatter.cu
-int valid_kv_length(const ValidLength& problem, void* stream);                              // kernels/scatter.cu
+int append(const Problem& problem, void* stream);                                              // kernels/append.cu
+int general(const Problem& problem, const Plan& plan, void* stream);                           // kernels/general.cu
+int decode(const Problem& problem, const Plan& plan, void* workspace, void* stream);           // kernels/decode.cu
+int forward_sm90(const Problem& problem, const Plan& plan, void* workspace, void* stream);     // kernels/forward_sm90.cu
+int forward_sm80(const Problem& problem, const Plan& plan, void* stream);                      // kernels/forward_sm80.cu
+int forward_float32(const Problem& problem, const Plan& plan, void* workspace, void* stream);  // kernels/forward_float32.cu
+int scores(const Problem& problem, void* workspace, void* stream);                             // kernels/scores.cu
+int scores_sm90(const Problem& problem, void* workspace, void* stream);                        // kernels/scores_sm90.cu
+int tensor_scatter(const Scatter& scatter, void* stream);                                      // kernels/scatter.cu
+int valid_kv_length(const ValidLength& problem, void* stream);                                 // kernels/scatter.cu
 
 // Pure, and there without CUDA too. A refusal is null when the kernel can run the problem, else the reason in words.
 const char* decode_refusal(const Problem& problem);        // kernels/decode_limits.cpp
 const char* forward_sm90_refusal(const Problem& problem);  // kernels/forward_sm90_limits.cpp
 int64_t forward_sm90_workspace_bytes(const Problem& problem, const Device& device);
-const char* forward_sm80_refusal(const Problem& problem);                      // kernels/forward_sm80_limits.cpp
+const char* forward_sm80_refusal(const Problem& problem);                           // kernels/forward_sm80_limits.cpp
+const char* forward_float32_refusal(const Problem& problem, const Device& device);  // kernels/forward_float32_limits.cpp
+int64_t forward_float32_workspace_bytes(const Problem& problem);
+const char* scores_refusal(const Problem& problem, const Device& device);  // kernels/scores_limits.cpp
+int64_t scores_workspace_bytes(const Problem& problem);
 int64_t decode_workspace_bytes(const Problem& problem, const Device& device);  // kernels/decode_limits.cpp
 
 }  // namespace cuda

@@ -16,14 +16,15 @@ struct Device {
 };
 
 enum class Kernel : int8_t {
-  nothing,       // an empty output: only an append may have to run
-  cpu,           // the blocked CPU kernel
-  decode,        // CUDA, few query rows: keys split over blocks, memory bound
-  forward_sm90,  // CUDA, Hopper's own tensor-core and copy instructions
-  forward_sm80,  // CUDA, tensor cores of compute capability 8.0 and later
-  general,       // CUDA, every feature, type, size and stride
+  nothing,          // an empty output: only an append may have to run
+  cpu,              // the blocked CPU kernel
+  decode,           // CUDA, few query rows: keys split over blocks, memory bound
+  forward_sm90,     // CUDA, Hopper's own tensor-core and copy instructions
+  forward_sm80,     // CUDA, tensor cores of compute capability 8.0 and later
+  forward_float32,  // CUDA, the same for float32
+  general,          // CUDA, every feature, type, size and stride
 };
-inline constexpr int kKernels = 6;
+inline constexpr int kKernels = 7;
 
 // A caller's wish. CUDA kernels only: the CPU has one.
 struct Preference {
@@ -36,6 +37,7 @@ struct Plan {
   Kernel kernel = Kernel::nothing;
   bool separate_append = false;  // past or new rows are stored by a kernel of their own before attention starts
   bool separate_bias = false;    // biased K and V are stored in the workspace first
+  bool separate_scores = false;  // the scores output is written by a kernel of its own once attention has run
   int64_t workspace_bytes = 0;
   const char* refusals[kKernels] = {};  // why a faster kernel was not chosen; null: not considered, or chosen
   const char* error = nullptr;          // the preference cannot be followed
@@ -43,11 +45,14 @@ struct Plan {
 
 Plan make_plan(const Problem& problem, const Device& device, const Preference& preference = {});
 
-// The problem as attention sees it once the appends and biases that `plan` runs separately are stored. `workspace` may be null
-// while planning: it is only added to.
+// The problem as attention sees it: the appends and biases that `plan` runs separately are stored, the scores that it writes
+// separately are none of its business.
 Problem after_separate_steps(const Problem& problem, const Plan& plan, void* workspace);
 
-int64_t biased_bytes(const Problem& problem);  // of workspace, before that of the kernel, when plan.separate_bias
+// What is left of the problem for the scores kernel, when plan.separate_scores, once attention has run on `attended`.
+Problem scores_problem(const Problem& problem, const Problem& attended);
+
+int64_t separate_bytes(const Problem& problem, const Plan& plan);  // of workspace, before that of the kernels
 
 const char* kernel_name(Kernel kernel);
 int kernel_named(const char* name);  // a Kernel, or -1

@@ -33,7 +33,7 @@ std::string as_json(const Plan& plan) {
   const auto text = [](bool value) { return value ? "true" : "false"; };
   return std::string("{\"kernel\": \"") + kernel_name(plan.kernel) + "\", \"refusals\": {" + refusals +
          "}, \"separate_append\": " + text(plan.separate_append) + ", \"separate_bias\": " + text(plan.separate_bias) +
-         ", \"workspace_bytes\": " + std::to_string(plan.workspace_bytes) + "}";
+         ", \"separate_scores\": " + text(plan.separate_scores) + ", \"workspace_bytes\": " + std::to_string(plan.workspace_bytes) + "}";
 }
 
 }  // namespace plan_record

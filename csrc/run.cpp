@@ -77,8 +77,29 @@ Problem bias_as_append(const Problem& problem, const Problem& attended) {
   return storing;
 }
 
+void launch_attention(const Problem& problem, const Plan& plan, void* workspace, void* stream) {
+  switch (plan.kernel) {
+    case Kernel::decode: return check_launch(cuda::decode(problem, plan, workspace, stream), "decode kernel");
+#ifndef ONNX_ATTN_WITHOUT_SM90
+    case Kernel::forward_sm90: return check_launch(cuda::forward_sm90(problem, plan, workspace, stream), "forward_sm90 kernel");
+#endif
+    case Kernel::forward_sm80: return check_launch(cuda::forward_sm80(problem, plan, stream), "forward_sm80 kernel");
+    case Kernel::forward_float32: return check_launch(cuda::forward_float32(problem, plan, workspace, stream), "forward_float32 kernel");
+    case Kernel::general: return check_launch(cuda::general(problem, plan, stream), "general kernel");
+    default: return;
+  }
+}
+
+int launch_scores(const Problem& problem, const Device& device, void* workspace, void* stream) {
+#ifndef ONNX_ATTN_WITHOUT_SM90
+  if (device.capability == 90) return cuda::scores_sm90(problem, workspace, stream);
+#endif
+  return cuda::scores(problem, workspace, stream);
+}
+
 void run_cuda(const Problem& problem, const Tensor& like) {
-  const Plan plan = plan_for(problem, device_of(like));
+  const Device device = device_of(like);
+  const Plan plan = plan_for(problem, device);
   check_followed(plan);
   void* stream = current_stream(like);
   OptionalTensor workspace;  // given back to the caching allocator on return, which keeps it until the stream has passed
@@ -90,16 +111,10 @@ void run_cuda(const Problem& problem, const Tensor& like) {
   const Problem attended = after_separate_steps(problem, plan, scratch);
   if (plan.separate_append) check_launch(cuda::append(problem, stream), "append");
   if (plan.separate_bias) check_launch(cuda::append(bias_as_append(problem, attended), stream), "projection bias");
-  void* kernel_workspace = plan.separate_bias ? static_cast<char*>(scratch) + biased_bytes(problem) : scratch;
-  switch (plan.kernel) {
-    case Kernel::decode: return check_launch(cuda::decode(attended, plan, kernel_workspace, stream), "decode kernel");
-#ifndef ONNX_ATTN_WITHOUT_SM90
-    case Kernel::forward_sm90: return check_launch(cuda::forward_sm90(attended, plan, kernel_workspace, stream), "forward_sm90 kernel");
-#endif
-    case Kernel::forward_sm80: return check_launch(cuda::forward_sm80(attended, plan, stream), "forward_sm80 kernel");
-    case Kernel::general: return check_launch(cuda::general(attended, plan, stream), "general kernel");
-    default: return;
-  }
+  void* kernel_workspace = static_cast<char*>(scratch) + separate_bytes(problem, plan);
+  launch_attention(attended, plan, kernel_workspace, stream);
+  if (!plan.separate_scores) return;
+  check_launch(launch_scores(scores_problem(problem, attended), device, kernel_workspace, stream), "scores kernel");
 }
 
 #endif
@@ -162,7 +177,7 @@ void prefer_kernels(std::vector<int64_t> text) {
   Preference preference;
   std::string unknown;
   ONNX_ATTN_CHECK(parse_preference(std::string(text.begin(), text.end()), preference, unknown), "kernel: is '", unknown,
-                  "'; there are decode, forward_sm90, forward_sm80 and general");
+                  "'; there are decode, forward_sm90, forward_sm80, forward_float32 and general");
   set_thread_preference(&preference);
 }
 

@@ -37,6 +37,35 @@ def test_double_precision_of_float32_inputs(device: str) -> None:
     assert bool((error <= exact.abs() * 2**-24 + 1e-12).all())
 
 
+@pytest.mark.parametrize("head_size", [40, 64, 100, 128, 200, 256])
+@pytest.mark.parametrize("features", [{"is_causal": True}, {"mask": "float32"}, {"mask": "bool", "softcap": 20.0}, {"lse": True}], ids=str)
+def test_float32_keeps_its_bits(head_size: int, features: dict[str, object], device: str) -> None:
+    """Whatever hardware multiplies: no TF32."""
+    check_attention(Case(**{"q_len": 150, "kv_len": 310, "head_size": head_size} | features), device)
+
+
+@pytest.mark.parametrize("spread", [5.0, 20.0, 1e-20, 1e15])
+def test_float32_of_any_magnitude(spread: float, device: str) -> None:
+    """Rows may differ by many binary orders, and whole tensors lie far from 1."""
+    source = Source(f"magnitudes {spread}", device)
+    Q, K, V = (source.normal(2, 2, rows, 64) for rows in (70, 200, 200))
+    factor = torch.exp2(source.normal(2, 2, 200, 1) * spread) if 1 < spread < 100 else spread
+    inputs = {"Q": Q, "K": K, "V": V * factor}
+    expected = reference.attention(**inputs)
+    weights = reference.attention(**inputs, qk_matmul_output_mode=3).qk_matmul_output
+    assert weights is not None
+    terms = weights @ inputs["V"].double().abs()
+    assert bool(((attention(**inputs).double() - expected.Y).abs() <= 4e-6 * terms).all())
+
+
+def test_float32_sums_are_rounded_not_truncated(device: str) -> None:
+    """Sums in a tensor core lose a little each time, always downwards: 4096 positive values would show it."""
+    source = Source("positive values", device)
+    inputs = {"Q": source.normal(1, 2, 64, 64), "K": source.normal(1, 2, 4096, 64), "V": source.normal(1, 2, 4096, 64).abs() + 1}
+    expected = reference.attention(**inputs).Y
+    assert float((attention(**inputs).double() / expected - 1).abs().max()) < 2e-6
+
+
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("kv_len", [130, 1000])
 def test_large_scores(dtype: torch.dtype, kv_len: int, device: str) -> None:

@@ -118,7 +118,8 @@ def test_finite_minimum_is_not_dead(dtype: torch.dtype, bias: str | float, kv_le
     compare_attention(inputs | {"attn_mask": mask}, actual)
     mean = inputs["V"].double().mean(2).repeat_interleave(2, 1)
     torch.testing.assert_close(actual["Y"][:, :, 1].double(), mean, atol=1e-2 if dtype in HALF_DTYPES else 1e-5, rtol=0)
-    torch.testing.assert_close(actual["Y"][:, :, 2], inputs["V"][:, :, 0].repeat_interleave(2, 1), rtol=0, atol=0)
+    last_bit = 2**-23 if inputs["V"].is_cuda and dtype == torch.float32 else 0  # tensor cores get float32 as pairs of 16-bit numbers
+    torch.testing.assert_close(actual["Y"][:, :, 2], inputs["V"][:, :, 0].repeat_interleave(2, 1), rtol=last_bit, atol=0)
 
 
 def test_float64_scores_do_not_drown(device: str) -> None:

@@ -24,9 +24,43 @@ def test_cpu_tensors_take_the_cpu_kernel():
 
 
 @pytest.mark.parametrize("machine", [H200, Machine(True, 80, 108, 166912)])
-def test_float64_and_score_outputs_take_the_general_kernel(machine):
+def test_float64_takes_the_general_kernel(machine):
     assert explain(attention.default, *qkv(dtype=torch.float64), machine=machine).kernel == "general"
-    assert explain(attention.qk, *qkv(), qk_matmul_output_mode=0, machine=machine).kernel == "general"
+    plan = explain(attention.qk, *qkv(dtype=torch.float64), qk_matmul_output_mode=0, machine=machine)
+    assert plan.kernel == "general" and not plan.separate_scores and "float64" in plan.refusals["decode"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("mode", [0, 1, 2, 3])
+def test_a_score_output_does_not_change_the_kernel_of_the_call(dtype, mode):
+    inputs = qkv(q_len=200, kv_len=200, dtype=dtype)
+    without = explain(attention.default, *inputs, machine=H200)
+    plan = explain(attention.qk, *inputs, qk_matmul_output_mode=mode, machine=H200)
+    assert plan.kernel == without.kernel == ("forward_float32" if dtype == torch.float32 else "forward_sm90")
+    assert plan.separate_scores and not without.separate_scores
+    with kernel("general"):
+        assert not explain(attention.qk, *inputs, qk_matmul_output_mode=mode, machine=H200).separate_scores
+
+
+def test_weights_are_made_from_the_log_sum_exp_in_the_workspace():
+    inputs = qkv(q_len=8)
+    plans = [explain(attention.qk, *inputs, qk_matmul_output_mode=mode, machine=H200) for mode in (2, 3)]
+    assert plans[1].workspace_bytes - plans[0].workspace_bytes >= 2 * 4 * 8 * 4
+
+
+def test_float32_is_split_in_the_workspace():
+    plan = explain(attention.default, *qkv(q_len=100, kv_len=100, dtype=torch.float32), machine=H200)
+    assert plan.kernel == "forward_float32" and plan.workspace_bytes >= 2 * (2 * 4 * 100 * 64 * 4)
+    large = qkv(q_len=100, kv_len=100, head_size=200, dtype=torch.float32)
+    assert explain(attention.default, *large, machine=H200).kernel == "forward_float32"
+    plan = explain(attention.default, *large, machine=Machine(True, 86, 84, 101376))
+    assert plan.kernel == "general" and "shared memory" in plan.refusals["forward_float32"]
+
+
+def test_a_scores_output_of_biased_keys_stores_them():
+    x, bias = torch.randn(2, 100, 256).half(), torch.randn(768).half()
+    plan = explain(torch.ops.onnx_attn.mha.qk, x, x, x, bias, num_heads=4, output_qk=True, machine=H200)
+    assert plan.separate_scores and plan.separate_bias
 
 
 def test_an_empty_output_runs_nothing_but_still_appends():
@@ -112,7 +146,7 @@ def test_the_environment_chooses_for_the_process():
         return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
 
     assert run("general").stdout.strip() == "general"
-    assert run("-decode,-forward_sm90,-forward_sm80").stdout.strip() == "general"
+    assert run("-decode,-forward_sm90,-forward_sm80,-forward_float32").stdout.strip() == "general"
     refused = run("nonsense")
     assert refused.returncode != 0 and "TORCH_ONNX_ATTN_KERNEL" in refused.stderr and "nonsense" in refused.stderr
 

@@ -34,6 +34,9 @@ def test_values(mode: int, dtype: torch.dtype, softcap: float, mask: str | None,
         {"q_len": 130, "kv_len": 130, "is_causal": True},
         {"q_len": 1, "kv_len": 600, "lengths": "ragged", "batch": 5},
         {"softmax_precision": 11},
+        {"q_len": 150, "kv_len": 1300, "is_causal": True, "past": 11, "head_size": 72},
+        {"q_len": 70, "kv_len": 1043, "mask": "same", "lengths": "ragged", "batch": 5, "left_window_size": 300},
+        {"q_len": 70, "kv_len": 131, "mask": "float64", "mask_axes": "b1qk", "layout": "loose"},
     ],
     ids=str,
 )
@@ -53,6 +56,19 @@ def test_modes_differ_where_they_should(dtype: torch.dtype, device: str) -> None
     assert torch.equal(hidden, ~(inputs["attn_mask"] & causal))
     torch.testing.assert_close(masked[~hidden], capped[~hidden])
     assert torch.equal(weights == 0, hidden)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [-1e9, -60000.0, "lowest"])
+def test_weights_of_rows_that_a_bias_lowers(dtype: torch.dtype, bias: float | str, device: str) -> None:
+    """The maximum of such a row takes the sum of its exponentials out of a rounded log-sum-exp."""
+    inputs = make_inputs(Case(dtype=dtype, q_len=40, kv_len=50), device)
+    mask = torch.zeros(40, 50, device=device)
+    mask[3:20] = torch.finfo(torch.float32).min if bias == "lowest" else bias
+    weights = attention.qk(**inputs, attn_mask=mask, qk_matmul_output_mode=3)[1].double()
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), atol=50 * torch.finfo(dtype).eps, rtol=0)
+    if bias != -60000.0 and dtype != torch.float64:  # float32 scores that the bias has swallowed
+        torch.testing.assert_close(weights[:, :, 3:20], torch.full_like(weights[:, :, 3:20], 1 / 50), atol=0, rtol=torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)

@@ -37,6 +37,14 @@ __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 __device__ __forceinline__ int fragment_row(int lane_row) { return 8 * lane_row + lane_index() / 4; }  // in the warp's rows
 __device__ __forceinline__ int fragment_column() { return 2 * (lane_index() % 4); }                    // the lane's part of a column
 
+template <class Element>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (std::is_same_v<Element, __half>)
+    return __half22float2(reinterpret_cast<const __half2&>(pair));
+  else
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
 // Columns 16 * k ... + 15 of a row tile as the left operand of the next product: the same lanes hold the same elements.
 template <class Element>
 __device__ __forceinline__ void pack_operand(uint32_t (&operand)[4], const float (&left)[4], const float (&right)[4]) {

@@ -166,19 +166,10 @@ __device__ __forceinline__ float add_bias(float score, float bias, float bias_un
   return kMayOverflow ? max_or_nan(sum, bias_floor(bias)) : sum;
 }
 
-template <class Element>
-__device__ __forceinline__ float2 unpack(uint32_t pair) {
-  if constexpr (std::is_same_v<Element, __half>)
-    return __half22float2(reinterpret_cast<const __half2&>(pair));
-  else
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-}
-
 // ldmatrix hands out a 16-bit tile in exactly the layout of the scores.
-template <class Element, int kRows, int kKeys, int kRowTiles>
+template <class Element, bool kMayOverflow, int kRows, int kKeys, int kRowTiles>
 __device__ __forceinline__ void add_bias_tile(Accumulator<kRowTiles, kKeys / 8>& scores, const MaskTile<kRows, kKeys>& tile, int warp_row,
                                               float bias_unit) {
-  constexpr bool kMayOverflow = !std::is_same_v<Element, __half>;
   const int lane = lane_index();
   const uint32_t start = shared_address(tile.data) + (warp_row + lane % 16) * tile.pitch + lane / 16 * 16;
 #pragma unroll
@@ -213,7 +204,8 @@ __device__ __forceinline__ void for_each_pair(Accumulator<kRowTiles, kKeys / 8>&
   }
 }
 
-template <int kRows, int kKeys, int kRowTiles>
+// kNaturalUnits: scores are what the operator calls scores. A bias of theirs overflows where the operator's own does.
+template <bool kNaturalUnits = false, int kRows, int kKeys, int kRowTiles>
 __device__ __forceinline__ void apply_mask_tile(Accumulator<kRowTiles, kKeys / 8>& scores, const MaskTile<kRows, kKeys>& tile,
                                                 const MaskTilePlan& plan, int warp_row) {
   const float bias_unit = plan.bias_unit;
@@ -224,12 +216,13 @@ __device__ __forceinline__ void apply_mask_tile(Accumulator<kRowTiles, kKeys / 8
       if (!(keep & 0xff00u)) second = -INFINITY;
     });
   }
-  if (plan.format == MaskTileFormat::f16) add_bias_tile<__half>(scores, tile, warp_row, bias_unit);
-  if (plan.format == MaskTileFormat::bf16) add_bias_tile<__nv_bfloat16>(scores, tile, warp_row, bias_unit);
+  if (plan.format == MaskTileFormat::f16) add_bias_tile<__half, false>(scores, tile, warp_row, bias_unit);
+  if (plan.format == MaskTileFormat::bf16) add_bias_tile<__nv_bfloat16, !kNaturalUnits>(scores, tile, warp_row, bias_unit);
   if (plan.format == MaskTileFormat::f32) {  // -inf may stand for a key that is not kept
     for_each_pair<4>(scores, tile, warp_row, [&](float& first, float& second, const uint8_t* bytes) {
       const float2 bias = *reinterpret_cast<const float2*>(bytes);
-      const float first_sum = add_bias<true>(first, bias.x, bias_unit), second_sum = add_bias<true>(second, bias.y, bias_unit);
+      const float first_sum = add_bias<!kNaturalUnits>(first, bias.x, bias_unit);
+      const float second_sum = add_bias<!kNaturalUnits>(second, bias.y, bias_unit);
       first = bias.x == -INFINITY ? -INFINITY : first_sum;
       second = bias.y == -INFINITY ? -INFINITY : second_sum;
     });

@@ -1,6 +1,8 @@
 // work.cuh: which block of query rows a thread block computes, and which key tiles it visits.
 #pragma once
 
+#include <algorithm>
+
 #include "../key_range.h"
 
 namespace onnx_attn::device {
@@ -14,6 +16,20 @@ struct WorkOrder {
   int64_t band = 1;        // heads
   int64_t group = 1;       // query heads of a K/V head
 };
+
+inline WorkOrder order_work(const Problem& problem, int64_t rows_per_block) {
+  // With all heads in one band the longest blocks of a causal call start first and no long one is left for the end: 395 TFLOP/s
+  // at 2,16,8192,128 on an H200 (2026-11-30), against 340 with bands of 6 heads that stay in L2. Beyond 64 heads fewer than 4 of the blocks
+  // that run at a time would share a head's keys.
+  constexpr int64_t kBandHeads = 64;
+  WorkOrder order;
+  order.heads = problem.batch * problem.q_heads;
+  order.row_blocks = (problem.q_len + rows_per_block - 1) / rows_per_block;
+  order.group = problem.q_heads / problem.kv_heads;
+  const int64_t kv_heads = problem.batch * problem.kv_heads, bands = std::max(int64_t{1}, (order.heads + kBandHeads - 1) / kBandHeads);
+  order.band = (kv_heads + bands - 1) / bands * order.group;  // even bands: a short last one would be a long tail
+  return order;
+}
 
 struct Work {
   int batch, q_head, kv_head;
