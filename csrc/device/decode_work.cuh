@@ -28,7 +28,9 @@ __device__ __forceinline__ EntryKeys entry_keys(const Problem& problem, int chun
 
 struct Unit {
   int batch, kv_head, row_block;
+  int line;
   int chunk;         // counted from key 0
+  int ordinal;       // counted from the first chunk of the batch entry
   int entry_chunks;  // of its batch entry: a unit that is the only one writes the final result
   bool is_first;     // among the units of its (batch entry, kv head): this one stores appended rows
   int begin, end;    // visible keys of the chunk
@@ -70,16 +72,15 @@ __host__ __device__ inline bool is_counted(const Problem& problem) {
   return problem.mask.lengths.data != nullptr && problem.batch <= kMaxScannedBatch;
 }
 
-// The units of one block: every gridDim.x-th.
+// The units of one block: every gridDim.x-th, or with whole lines all chunks of every gridDim.x-th line.
 struct UnitWalk {
-  int index;
-  int total;
-  int heads;  // of an entry, each for as many times as there are blocks of query rows
+  int index, total;
+  int run;    // units that a block takes in sequence
+  int heads;  // kv heads times row blocks
   int batch;
   int uniform_chunks;  // of every entry; 0: the table knows
 
-  __device__ __forceinline__ void start(const Problem& problem, const Partition& cut, const UnitTable& table) {
-    index = blockIdx.x;
+  __device__ __forceinline__ void start(const Problem& problem, const Partition& cut, const UnitTable& table, bool whole_lines) {
     heads = static_cast<int>(problem.kv_heads) * cut.row_blocks;
     batch = 0;
     uniform_chunks = 0;
@@ -89,18 +90,22 @@ struct UnitWalk {
       uniform_chunks = problem.mask.lengths.data ? cut.chunks : entry_keys(problem, cut.chunk_shift, 0).chunks;
       total = static_cast<int>(problem.batch) * heads * uniform_chunks;
     }
+    run = whole_lines ? uniform_chunks : 1;
+    index = blockIdx.x * run;
   }
 
   // False when there is none left.
   __device__ __forceinline__ bool next(const Problem& problem, const Partition& cut, const UnitTable& table, Unit& unit) {
-    for (; index < total; index += gridDim.x) {
+    while (index < total) {
+      const int current = index;
+      if (++index % run == 0) index += (gridDim.x - 1) * run;
       int ordinal;  // among the units of the entry
       if (uniform_chunks > 0) {
-        batch = index / (heads * uniform_chunks);
-        ordinal = index - batch * heads * uniform_chunks;
+        batch = current / (heads * uniform_chunks);
+        ordinal = current - batch * heads * uniform_chunks;
       } else {
-        while (index >= table.first_unit[batch + 1]) ++batch;
-        ordinal = index - table.first_unit[batch];
+        while (current >= table.first_unit[batch + 1]) ++batch;
+        ordinal = current - table.first_unit[batch];
       }
       const EntryKeys keys = entry_keys(problem, cut.chunk_shift, batch);
       const int head_chunks = uniform_chunks > 0 ? uniform_chunks : keys.chunks;
@@ -110,12 +115,13 @@ struct UnitWalk {
       unit.batch = batch;
       unit.kv_head = head / cut.row_blocks;
       unit.row_block = head - unit.kv_head * cut.row_blocks;
+      unit.line = batch * heads + head;
       unit.chunk = keys.first_chunk + chunk;
+      unit.ordinal = chunk;
       unit.entry_chunks = keys.chunks;
       unit.is_first = chunk == 0 && unit.row_block == 0;
       unit.begin = max(keys.begin, unit.chunk << cut.chunk_shift);
       unit.end = min(keys.end, (unit.chunk + 1) << cut.chunk_shift);
-      index += gridDim.x;
       return true;
     }
     return false;

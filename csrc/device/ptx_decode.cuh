@@ -34,6 +34,13 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
   } while (!complete);
 }
 
+// Element (lane / 4, 2 * (lane % 4)) and the next of an 8x8 matrix of 16-bit elements become those of its transpose.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
 // Copies `bytes` (0 ... 4) of 4 and writes zeros for the rest; what is not copied is not read.
 __device__ __forceinline__ void copy_async_4(uint32_t target, const void* source, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
@@ -48,6 +55,14 @@ __device__ __forceinline__ void store_shared_16(uint32_t target, const uint4& va
 // Some warps of a block meet. 0 is __syncthreads.
 __device__ __forceinline__ void meet(int named_barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(named_barrier), "r"(threads) : "memory");
+}
+
+// Adds 1 to a word in global memory and returns what it was. What the block had stored before its threads met is seen by the block
+// of whoever reads the new value in the same way, after its threads have met.
+__device__ __forceinline__ int count_on_device(int* word) {
+  int before;
+  asm volatile("fence.acq_rel.gpu; atom.relaxed.gpu.global.add.u32 %0, [%1], 1; fence.acq_rel.gpu;" : "=r"(before) : "l"(word) : "memory");
+  return before;
 }
 
 // With programmatic dependent launch, the next kernel may take its places once every block of this one has said so, and waits

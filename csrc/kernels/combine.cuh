@@ -6,19 +6,21 @@
 namespace onnx_attn::decode {
 
 inline constexpr int kCombineThreads = 256;  // at most
-inline constexpr int kCombineLoads = 8;      // results that a thread has on the way at once
 
 // Threads that share the columns of a row, four each.
 __host__ __device__ inline int combine_lanes(const Problem& problem) {
   return problem.v_head_size <= 64 ? 16 : problem.v_head_size <= 128 ? 32 : 64;
 }
+// Threads of a block: one set of lanes for each eight chunks.
+inline int combine_threads(const Problem& problem, const Partition& cut) {
+  const int lanes = combine_lanes(problem), eights = (cut.chunks + kChunksTogether - 1) / kChunksTogether;
+  return max(32, min(eights * lanes, kCombineThreads));
+}
 
-// Groups of `lanes` threads take every groups-th chunk. The block's size depends on sizes only, hence so does the order of
-// the additions.
 template <class Element>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ Job job) {
-  __shared__ float4 group_outputs[kCombineThreads];
-  __shared__ float2 group_stats[kCombineThreads];
+  __shared__ float4 eight_outputs[kCombineThreads];
+  __shared__ float2 eight_stats[kCombineThreads];
   device::let_next_kernel_start();
   const Problem& problem = job.problem;
   const int row = blockIdx.x, batch = row / static_cast<int>(problem.q_heads * problem.q_len);
@@ -35,29 +37,22 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   if (keys.chunks == 1) return;  // its only unit has stored the result
 
   Partial result;
-  for (int first = group; first < keys.chunks; first += groups * kCombineLoads) {
-    float2 stats[kCombineLoads];
-    float4 outputs[kCombineLoads];
-#pragma unroll
-    for (int i = 0; i < kCombineLoads; ++i) {
-      const int chunk = first + i * groups;
-      const int64_t index = first_result + chunk;
-      const bool exists = chunk < keys.chunks && has_column;
-      stats[i] = exists ? job.partials.stats[index] : make_float2(-INFINITY, 0.0f);
-      outputs[i] = exists ? job.partials.outputs[index * quads + column / 4] : make_float4(0, 0, 0, 0);
+  for (int first = 0; first < keys.chunks; first += groups * kChunksTogether) {
+    const int own = first + group * kChunksTogether;
+    const Partial eight = job.partials.sum_of(first_result + own, has_column ? keys.chunks - own : 0, quads, column);
+    if (groups == 1) {
+      result.add(eight);
+      continue;
     }
-    result.add(stats, outputs);
+    __syncthreads();  // those of the round before have been read
+    eight_outputs[threadIdx.x] = eight.output;
+    eight_stats[threadIdx.x] = make_float2(eight.max, eight.sum);
+    __syncthreads();
+    for (int other = threadIdx.x; group == 0 && other < groups * lanes; other += lanes) {
+      result.add(eight_stats[other].x, eight_stats[other].y, eight_outputs[other]);
+    }
   }
-  group_outputs[threadIdx.x] = result.output;
-  group_stats[threadIdx.x] = make_float2(result.max, result.sum);
-  __syncthreads();
-  if (group != 0 || !has_column) return;
-  for (int other = 1; other < groups; ++other) {
-    const float2 stats[1] = {group_stats[other * lanes + threadIdx.x]};
-    const float4 outputs[1] = {group_outputs[other * lanes + threadIdx.x]};
-    result.add(stats, outputs);
-  }
-  store_result(problem, y, row, column, result.output, result.max, result.sum);
+  if (group == 0 && has_column) store_result(problem, y, row, column, result);
 }
 
 }  // namespace onnx_attn::decode

@@ -18,7 +18,7 @@ __device__ __forceinline__ void load_tiles(const Job& job, const SharedMemory<kH
   RingPlace place;
   for_each_unit(job, shared.control->table, [&](const Unit& unit) {
     device::wait_for_previous_kernel();
-    const int first_row = unit.row_block * job.cut.row_tiles * kTileRows;
+    const int first_row = unit.row_block * job.cut.block_rows();
     const NewRows new_rows(job.problem, unit.batch);
     const LaneSource<Element> key_source(keys, unit, lane), value_source(values, unit, lane);
     for (int key = first_tile<kHeadSize>(unit); key < unit.end; key += S::kKeys, place.advance(job.stages)) {
@@ -81,12 +81,25 @@ __device__ __forceinline__ void prepare_units(const Job& job, const SharedMemory
   RingPlace place;
   for_each_unit(job, control.table, [&](const Unit& unit) {
     PreparedUnit& prepared = control.prepared[place.index()];
-    const int rows = job.cut.row_tiles * kTileRows, first_row = unit.row_block * rows;
+    const int rows = job.cut.block_rows(), first_row = unit.row_block * rows;
     place.wait_empty(control.units);
-    for (int row = lane_index(); row < rows; row += 32) prepared.rows[row].set(job.problem, job.masks, unit, first_row, row, job.cut.rows);
+    int whole_begin = unit.begin, whole_end = unit.end;
+    for (int row = lane_index(); row < rows; row += 32) {
+      RowMask& mask = prepared.rows[row];
+      mask.set(job.problem, job.masks, unit, first_row, row, job.cut.rows);
+      if (first_row + row >= job.cut.rows) continue;  // nobody asks what it sees
+      whole_begin = max(whole_begin, mask.begin);
+      whole_end = min(whole_end, mask.begin + mask.count);
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+      whole_begin = max(whole_begin, __shfl_xor_sync(~0u, whole_begin, lanes));
+      whole_end = min(whole_end, __shfl_xor_sync(~0u, whole_end, lanes));
+    }
     if (lane_index() == 0) {
       prepared.exists = true;
       prepared.unit = unit;
+      prepared.whole = {whole_begin, whole_end};
     }
     device::wait_for_previous_kernel();
     stage_queries<Element, kHeadSize>(job.problem, unit, first_row, min(rows, job.cut.rows - first_row), rows,

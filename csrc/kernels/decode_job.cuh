@@ -6,40 +6,40 @@
 
 namespace onnx_attn::decode {
 
-inline constexpr int kMaxComputingWarps = 8;
-
 struct Job {
   Problem problem;
   ScoreRule rule;
   Partition cut;
+  bool whole_lines = false;
   MaskLayout masks;
   int stages = 0;
   bool copies_past = false;
   Partials partials;
+  int* part_counts = nullptr;  // of each line, 0 between launches; null: the combine kernel adds parts up
 };
 
-// Warps of a block: first those that compute, eight of them, or four where a thread needs the registers of two (256 columns of
-// output); then the helpers: one that prepares units, one that stores past rows where there are any, and the others load.
-// Twelve warps in all are as many as can have 168 registers a thread. One loader did not keep up beside the arithmetic.
+// Warps of a block: first the eight that compute, then the helpers: one that prepares units, one that stores past rows where
+// there are any, and the others load. Twelve warps in all are as many as can have 168 registers a thread.
 inline constexpr int kHelpers = 4;
-__host__ __device__ constexpr int max_computing_warps(int head_size) { return head_size == 256 ? 4 : 8; }
+inline constexpr int kBlockThreads = 32 * (kComputingWarps + kHelpers);
 __host__ __device__ inline int loaders(bool copies_past) { return kHelpers - (copies_past ? 2 : 1); }
 
 // A unit as the preparer hands it to the computing warps.
 struct PreparedUnit {
   bool exists;  // false: there are no more
   Unit unit;
-  RowMask rows[kMaxRowTiles * kTileRows];
+  KeySpan whole;
+  RowMask rows[kMaxBlockRows];
 };
 
 struct Control {
   Handover<kMaxStages> ring;
   Handover<kUnitSlots> units;
-  uint64_t written[kUnitSlots];                 // the writer is done with the unit's tiles
-  float2 stats[kMaxComputingWarps][kTileRows];  // max and sum of a warp's rows
-  float2 totals[kMaxRowTiles * kTileRows];      // the same of all keys of the unit
+  uint64_t written[kUnitSlots];       // the writer is done with the unit's tiles
+  float2 stats[kComputingWarps][16];  // what a warp's rows are scaled to, and their sums
   PreparedUnit prepared[kUnitSlots];
   UnitTable table;
+  int parts_before;  // stored of the unit's line before the block's own
 };
 static_assert(sizeof(Control) <= kControlBytes);
 
@@ -48,7 +48,7 @@ struct SharedMemory {
   using S = Stage<kHeadSize>;
   uint8_t* ring;  // stages: K, V, masks
   int stage_bytes;
-  uint8_t* queries;  // for each unit slot, row_tiles * 16 rows, swizzled
+  uint8_t* queries;  // for each unit slot, the rows of a block, swizzled
   int query_bytes;   // of a slot
   Control* control;
 
@@ -57,7 +57,7 @@ struct SharedMemory {
     ring = bytes;
     stage_bytes = S::kBytes + job.masks.bytes;
     queries = ring + job.stages * stage_bytes;
-    query_bytes = job.cut.row_tiles * kTileRows * kHeadSize * 2;
+    query_bytes = job.cut.block_rows() * kHeadSize * 2;
     control = reinterpret_cast<Control*>(queries + kUnitSlots * query_bytes);
   }
   __device__ __forceinline__ uint8_t* stage(int index) const { return ring + index * stage_bytes; }
@@ -75,7 +75,7 @@ template <class Body>
 __device__ __forceinline__ void for_each_unit(const Job& job, const UnitTable& table, Body&& body) {
   UnitWalk walk;
   Unit unit;
-  walk.start(job.problem, job.cut, table);
+  walk.start(job.problem, job.cut, table, job.whole_lines);
   while (walk.next(job.problem, job.cut, table, unit)) body(unit);
 }
 

@@ -43,18 +43,32 @@ StagedMask stage_mask(int rows, int keys, DType dtype) {
   return staged;
 }
 
-// Chunks hold 256 KB of keys and values: long enough for the ring to stay full, short enough for one sequence of 8192 keys with
-// 8 heads to occupy 128 SMs. Up to 16 query rows, a chunk has at least 32 keys for each, so that writing and reading its partial
-// results is at most 1/16 of reading the keys. At most 64 chunks, which the combine kernel reads in one pass; a single one where
-// two would do, since that saves the combine kernel. (H200, 2026-11)
+// Chunks hold 256 KB of keys and values, which lets one short sequence occupy the device, or 512 KB where there are more than 2 MB of
+// them for each head: every end of a chunk costs the computing warps a microsecond (one sequence of 8192 keys and 8 heads: 13.5 us
+// instead of 14.7). Up to 16 query rows, a chunk has at least 32 keys for each, so that writing and reading its partial results is
+// at most 1/16 of reading the keys. At most 64 chunks, which the combine kernel reads in one pass; a single one where two would do,
+// since that saves adding up. (H200, 2026-11)
 int choose_chunk_keys(const Problem& problem) {
   constexpr int64_t kMaxChunks = 64, kKeysPerRow = 32, kMaxRows = 16;
   const int64_t rows = problem.q_heads / problem.kv_heads * problem.q_len;
   int64_t keys = 65536 / compiled_head_size(problem);
+  if (problem.kv_len > 8 * keys) keys *= 2;
   while (keys < kKeysPerRow * (rows < kMaxRows ? rows : kMaxRows)) keys *= 2;
   while (ceil_div(problem.kv_len, keys) > kMaxChunks) keys *= 2;
   if (problem.kv_len <= 2 * keys) keys *= 2;
   return static_cast<int>(keys);
+}
+
+// The share of the device's multiprocessors that have work, when `units` equal ones are dealt out to `workers` in turn.
+double occupancy(int64_t units, int64_t workers) {
+  return static_cast<double>(units) / static_cast<double>(ceil_div(units, workers) * workers);
+}
+
+// Blocks take whole lines where there are enough of them to occupy the device evenly: with parts that others have to add up, a step
+// of 32 sequences of 4096 keys took 11 us more (H200, 2026-11). With lengths, chunks share the work out better.
+bool can_take_whole_lines(const Problem& problem, const Partition& cut, const Device& device) {
+  return cut.chunks > 1 && !problem.mask.lengths.data && may_take_whole_lines(cut.rows, compiled_head_size(problem)) &&
+         device.sm_count > 0 && occupancy(problem.batch * problem.kv_heads * cut.row_blocks, device.sm_count) >= 0.88;
 }
 
 // The kernel stores the past rows of tiles that it reads: all tiles must be read, then, and what is read must be the present.
@@ -92,14 +106,14 @@ int compiled_head_size(const Problem& problem) {
 Partition partition(const Problem& problem, const Tuning& tuning) {
   Partition cut;
   cut.rows = static_cast<int>(problem.q_heads / problem.kv_heads * problem.q_len);
-  const bool is_wide = compiled_head_size(problem) == 256;  // a thread needs the registers of two
-  const int most_tiles = is_wide ? 2 : 4;
-  cut.row_tiles = cut.rows <= kTileRows ? 1 : cut.rows <= 2 * kTileRows ? 2 : most_tiles;
-  cut.row_blocks = static_cast<int>(ceil_div(cut.rows, cut.row_tiles * kTileRows));
-  cut.key_groups = (is_wide ? 4 : 8) / cut.row_tiles;
+  cut.tile_rows = cut.rows <= 8 || compiled_head_size(problem) == 256 ? 8 : 16;  // 16 rows of 256 columns are too many registers
+  cut.row_tiles = cut.rows <= cut.tile_rows ? 1 : cut.rows <= 2 * cut.tile_rows ? 2 : 4;
+  cut.row_blocks = static_cast<int>(ceil_div(cut.rows, cut.block_rows()));
+  cut.key_groups = kComputingWarps / cut.row_tiles;
   const int tile_blocks = tile_keys(compiled_head_size(problem)) / 16;
   cut.teams = cut.key_groups > tile_blocks ? cut.key_groups / tile_blocks : 1;
-  cut.team_groups = cut.key_groups / cut.teams;
+  cut.team_shift = 0;
+  while ((cut.teams << cut.team_shift) < cut.key_groups) ++cut.team_shift;
   while ((1 << cut.chunk_shift) < tuning.chunk_keys) ++cut.chunk_shift;
   cut.chunks = static_cast<int>(problem.kv_len > 0 ? ceil_div(problem.kv_len, tuning.chunk_keys) : 1);
   return cut;
@@ -109,7 +123,7 @@ MaskLayout mask_layout(const Problem& problem, const Partition& cut) {
   const TensorMask& tensor = problem.mask.tensor;
   const Padding& padding = problem.mask.padding;
   const int keys = tile_keys(compiled_head_size(problem));
-  const int block_rows = cut.rows < cut.row_tiles * kTileRows ? cut.rows : cut.row_tiles * kTileRows;
+  const int block_rows = cut.rows < cut.block_rows() ? cut.rows : cut.block_rows();
   const bool is_one_query = problem.q_len == 1, is_one_head = problem.q_heads == problem.kv_heads;
   MaskLayout layout;
   if (tensor.kind != TensorMask::Kind::none && tensor.key_stride == 1) {
@@ -129,7 +143,7 @@ int64_t shared_bytes(const Problem& problem, const Tuning& tuning) {
   const int head_size = compiled_head_size(problem);
   const Partition cut = partition(problem, tuning);
   const int64_t stage_bytes = int64_t{4} * tile_keys(head_size) * head_size + mask_layout(problem, cut).bytes;
-  const int64_t query_bytes = int64_t{2} * cut.row_tiles * kTileRows * head_size;
+  const int64_t query_bytes = int64_t{2} * cut.block_rows() * head_size;
   return tuning.stages * stage_bytes + kUnitSlots * query_bytes + kControlBytes;
 }
 
@@ -138,12 +152,13 @@ Tuning choose_tuning(const Problem& problem, const Device& device) {
   tuning.chunk_keys = choose_chunk_keys(problem);
   tuning.stages = kMaxStages;
   while (tuning.stages > 1 && shared_bytes(problem, tuning) > device.max_shared_memory) --tuning.stages;
+  tuning.whole_lines = can_take_whole_lines(problem, partition(problem, tuning), device);
   return tuning;
 }
 
 int64_t workspace_bytes(const Problem& problem, const Tuning& tuning) {
   const Partition cut = partition(problem, tuning);
-  if (cut.chunks == 1) return 0;
+  if (cut.chunks == 1 || tuning.whole_lines) return 0;
   const int64_t results = problem.batch * problem.kv_heads * cut.rows * cut.chunks;
   return results * (problem.v_head_size + 2) * static_cast<int64_t>(sizeof(float));
 }

@@ -12,96 +12,99 @@ struct Role {
   int row_tile, key_group, team;
 
   __device__ __forceinline__ explicit Role(const Partition& cut)
-      : cut(cut),
-        row_tile(warp_index() % cut.row_tiles),
-        key_group(warp_index() / cut.row_tiles),
-        team(key_group < cut.team_groups ? 0 : 1) {}
+      : cut(cut), row_tile(warp_index() % cut.row_tiles), key_group(warp_index() / cut.row_tiles), team(key_group >> cut.team_shift) {}
 
-  __device__ __forceinline__ int group_in_team() const { return key_group - team * cut.team_groups; }
+  __device__ __forceinline__ int group_in_team() const { return key_group & ((1 << cut.team_shift) - 1); }
   __device__ __forceinline__ int warp_of(int group) const { return group * cut.row_tiles + row_tile; }  // of the same row tile
-  __device__ __forceinline__ int threads() const { return 32 * cut.row_tiles * cut.key_groups; }        // of all computing warps
-  __device__ __forceinline__ void meet() const { device::meet(1, threads()); }
+  __device__ __forceinline__ void meet() const { device::meet(1, 32 * kComputingWarps); }               // of all computing warps
 };
 
-// The stages that the teams have read last and not yet given back. -1: the team had no tile.
+// The stages that the teams have read last, which they keep until their results have been added up there.
 struct HeldStages {
-  int ours = -1, theirs = -1;
+  int last_tile, tiles;  // the tile that ends the unit, and how many it has; tile t is for team t % teams
+  int next_stage, stages;
+
+  // -1: the team had no tile.
+  __device__ __forceinline__ int of(int team, int teams) const {
+    const int back = (last_tile - team) & (teams - 1), stage = next_stage - 1 - back;
+    return back >= tiles ? -1 : stage < 0 ? stage + stages : stage;
+  }
 };
 
-// A unit's result for four columns of a row: an output, or a part of one that the combine kernel will add up.
-template <class Element>
-__device__ __forceinline__ void store_unit_result(const Job& job, const Unit& unit, int row, int column, const float4& output,
-                                                  const float2& total) {
+// A unit's result for four columns of a row: an output, or a part of one that will be added up, here or by the combine kernel.
+template <class Element, bool kMayTakeLines>
+__device__ __forceinline__ void store_unit_result(const Job& job, const Unit& unit, int row, int column, const Partial& result,
+                                                  RowSum<kMayTakeLines>& sum) {
   const int result_row = (unit.batch * static_cast<int>(job.problem.kv_heads) + unit.kv_head) * job.cut.rows + row;
   if (unit.entry_chunks == 1) {
-    store_result(job.problem, output_row<Element>(job.problem, result_row), result_row, column, output, total.x, total.y);
+    store_result(job.problem, output_row<Element>(job.problem, result_row), result_row, column, result);
     return;
   }
-  const int64_t index = int64_t{result_row} * job.cut.chunks + unit.chunk;
-  job.partials.outputs[(index * job.problem.v_head_size + column) / 4] = output;
-  if (column == 0) job.partials.stats[index] = total;
-}
-
-// The factor that brings the output of the lane's row to the maximum that all warps of the row tile have in common. The four
-// lanes of a row ask two warps each, for every warp of the block waits for this. Notes the total of the row.
-__device__ __forceinline__ float factor_to_common_maximum(const Role& role, Control& control, int row, float row_max) {
-  static_assert(kMaxKeyGroups == 8);
-  const int group = lane_index() % 4;
-  float2 parts[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const bool exists = group + 4 * i < role.cut.key_groups;
-    parts[i] = exists ? control.stats[role.warp_of(group + 4 * i)][row] : make_float2(-INFINITY, 0.0f);
+  if constexpr (kMayTakeLines) {
+    if (job.whole_lines) {
+      sum.add_chunk(unit.ordinal, result);
+      if (unit.ordinal < unit.entry_chunks - 1) return;
+      store_result(job.problem, output_row<Element>(job.problem, result_row), result_row, column, sum.finish(unit.entry_chunks));
+      return;
+    }
   }
-  float max = fmaxf(parts[0].x, parts[1].x);
-  max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
-  max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
-  const float reference = max == -INFINITY ? 0.0f : max;
-  float sum = device::exp2_fast(parts[0].x - reference) * parts[0].y + device::exp2_fast(parts[1].x - reference) * parts[1].y;
-  sum += __shfl_xor_sync(~0u, sum, 1);
-  sum += __shfl_xor_sync(~0u, sum, 2);
-  if (role.key_group == 0 && group == 0) control.totals[role.row_tile * kTileRows + row] = make_float2(max, sum);
-  return device::exp2_fast(row_max - reference);
+  const int64_t index = int64_t{result_row} * job.cut.chunks + unit.chunk;
+  job.partials.outputs[(index * job.problem.v_head_size + column) / 4] = result.output;
+  if (column == 0) job.partials.stats[index] = make_float2(result.max, result.sum);
 }
 
 // Adds up what the key groups have found, in their order, and stores it. A warp leaves its output in the stage that its team
-// holds, which has just the room for one row tile.
-template <class Element, int kHeadSize>
+// holds, which has room for one row tile or more.
+template <class Element, int kHeadSize, int kRowEights, bool kMayTakeLines>
 __device__ __forceinline__ void merge_and_store(const Job& job, const Unit& unit, const Role& role, const SharedMemory<kHeadSize>& shared,
-                                                RowTile<Element, kHeadSize>& rows, const HeldStages& held) {
-  constexpr int kGroups = max_computing_warps(kHeadSize), kQuads = kHeadSize / 4;  // of columns
+                                                RowTile<Element, kHeadSize, kRowEights>& rows, const HeldStages& held,
+                                                RowSum<kMayTakeLines>& sum) {
+  constexpr int kTileRows = 8 * kRowEights, kQuads = kHeadSize / 4;  // of columns
+  static_assert(Stage<kHeadSize>::kKeys / 16 * kTileRows * kHeadSize * 4 <= Stage<kHeadSize>::kBytes, "a stage has room for a team");
   Control& control = *shared.control;
-  // Blocks of 8 columns are XORed with the row, which spreads the rows that a warp writes at once over the banks.
-  const auto place = [&](int stage, int group_in_team, int row, int column) {
-    return reinterpret_cast<float*>(shared.stage(stage)) + (group_in_team * kTileRows + row) * kHeadSize + ((column / 8) ^ (row % 8)) * 8 +
+  // Blocks of 8 columns are XORed with half the row, which spreads what a warp writes at once over the banks.
+  const auto place = [&](int stage, int slot, int row, int column) {
+    return reinterpret_cast<float*>(shared.stage(stage)) + (slot * kTileRows + row) * kHeadSize + ((column / 8) ^ (row / 2 % 4)) * 8 +
            column % 8;
   };
+  // Of 256 columns, several row tiles are usual, and find room together. Elsewhere the registers are worth more.
+  constexpr bool kTogether = kHeadSize == 256;
+  const int row_tiles = role.cut.row_tiles;
+  const int tiles_at_once = kTogether ? min(row_tiles, (Stage<kHeadSize>::kKeys / kTileRows) >> role.cut.team_shift) : 1;
   rows.finish();
-  const int lane_row = lane_index() / 4;
+  const int lane_row = 2 * (lane_index() % 4), lane_column = lane_index() / 4;
+  if (lane_index() < 4) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if (lane_index() % 4 == 0)
-      control.stats[role.warp_of(role.key_group)][lane_row + 8 * r] = make_float2(rows.row_max[r], rows.row_sum[r]);
-  }
-  role.meet();  // and the stages have been read
-  float factor[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) factor[r] = factor_to_common_maximum(role, control, lane_row + 8 * r, rows.row_max[r]);
-
-#pragma unroll 1
-  for (int tile = 0; tile < role.cut.row_tiles; ++tile) {
-    const int first_row = (unit.row_block * role.cut.row_tiles + tile) * kTileRows;
-    const int row_count = min(kTileRows, job.cut.rows - first_row);
-    if (role.row_tile == tile && held.ours >= 0) {
+    for (int n = 0; n < kRowEights; ++n) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (lane_row + 8 * r >= row_count) continue;
+        const float base = rows.row_limit[n][r] == -INFINITY ? -INFINITY : rows.row_base[n][r];
+        control.stats[role.warp_of(role.key_group)][8 * n + lane_row + r] = make_float2(base, rows.row_sum[n][r]);
+      }
+    }
+  }
+  const int own_stage = held.of(role.team, role.cut.teams);
+  role.meet();  // the stages have been read
+#pragma unroll 1
+  for (int first_tile = 0; first_tile < row_tiles; first_tile += tiles_at_once) {
+    const int first_row = (unit.row_block * row_tiles + first_tile) * kTileRows;
+    const int row_count = min(tiles_at_once * kTileRows, job.cut.rows - first_row);
+    const int own_tile = role.row_tile - first_tile;
+    if (own_tile >= 0 && own_tile < tiles_at_once && own_stage >= 0) {
+      const int slot = (kTogether ? own_tile << role.cut.team_shift : 0) + role.group_in_team();
 #pragma unroll
-        for (int i = 0; i < kHeadSize / 8; ++i) {
+      for (int n = 0; n < kRowEights; ++n) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int row = 8 * n + lane_row + r;
+          if ((kTogether ? own_tile * kTileRows : 0) + row >= row_count) continue;
           // A row without keys may have added 0 * NaN from values that it must not see.
-          const bool is_empty = rows.row_sum[r] == 0.0f;
-          *reinterpret_cast<float2*>(place(held.ours, role.group_in_team(), lane_row + 8 * r, 8 * i + lane_key())) =
-              is_empty ? make_float2(0.0f, 0.0f) : make_float2(rows.output[i][2 * r] * factor[r], rows.output[i][2 * r + 1] * factor[r]);
+          const bool is_empty = rows.row_limit[n][r] == -INFINITY;
+#pragma unroll
+          for (int step = 0; step < kHeadSize / 16; ++step) {
+            *place(own_stage, slot, row, 16 * step + lane_column) = is_empty ? 0.0f : rows.output[step][n][r];
+            *place(own_stage, slot, row, 16 * step + 8 + lane_column) = is_empty ? 0.0f : rows.output[step][n][r + 2];
+          }
         }
       }
     }
@@ -109,34 +112,54 @@ __device__ __forceinline__ void merge_and_store(const Job& job, const Unit& unit
     const int column = threadIdx.x % kQuads * 4;
     if (column < job.problem.v_head_size) {
 #pragma unroll 1
-      for (int row = threadIdx.x / kQuads; row < row_count; row += role.threads() / kQuads) {
-        float4 output = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      for (int row = threadIdx.x / kQuads; row < row_count; row += 32 * kComputingWarps / kQuads) {
+        const int tile = kTogether ? row / kTileRows : 0, row_in_tile = kTogether ? row % kTileRows : row;
+        float2 stats[kComputingWarps];
+        float4 outputs[kComputingWarps];
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-          const int team = group < role.cut.team_groups ? 0 : 1;
-          const int stage = team == role.team ? held.ours : held.theirs;
-          if (group >= role.cut.key_groups || stage < 0) continue;
-          const float4 part = *reinterpret_cast<const float4*>(place(stage, group & (role.cut.team_groups - 1), row, column));
-          output.x += part.x;
-          output.y += part.y;
-          output.z += part.z;
-          output.w += part.w;
+        for (int group = 0; group < kComputingWarps; ++group) {
+          const int stage = held.of(group >> role.cut.team_shift, role.cut.teams);
+          const bool exists = group < role.cut.key_groups && stage >= 0;
+          const int slot = (tile << role.cut.team_shift) + (group & ((1 << role.cut.team_shift) - 1));
+          stats[group] = exists ? control.stats[group * row_tiles + first_tile + tile][row_in_tile] : make_float2(-INFINITY, 0.0f);
+          outputs[group] =
+              exists ? *reinterpret_cast<const float4*>(place(stage, slot, row_in_tile, column)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
-        store_unit_result<Element>(job, unit, first_row + row, column, output, control.totals[tile * kTileRows + row]);
+        store_unit_result<Element>(job, unit, first_row + row, column, Partial::sum_of(stats, outputs), sum);
       }
     }
-    role.meet();  // the outputs have been read: the next row tile may take their place, or the stages go back
+    role.meet();  // the outputs have been read: the next row tiles may take their place, or the stages go back
+  }
+}
+
+// The block that has stored the last part of a line adds them all up.
+template <class Element>
+__device__ __forceinline__ void add_up_if_last(const Job& job, const Unit& unit, const Role& role, Control& control) {
+  if (threadIdx.x == 0) control.parts_before = device::count_on_device(job.part_counts + unit.line);
+  role.meet();
+  if (control.parts_before < unit.entry_chunks - 1) return;
+  if (threadIdx.x == 0) job.part_counts[unit.line] = 0;
+  const int quads = static_cast<int>(job.problem.v_head_size) / 4, block_rows = role.cut.block_rows();
+  const int first_row = unit.row_block * block_rows, rows = min(block_rows, job.cut.rows - first_row);
+  for (int index = threadIdx.x; index < rows * quads; index += 32 * kComputingWarps) {
+    const int column = index % quads * 4;
+    const int row = (unit.batch * static_cast<int>(job.problem.kv_heads) + unit.kv_head) * job.cut.rows + first_row + index / quads;
+    const int64_t first_part = int64_t{row} * job.cut.chunks + unit.chunk - unit.ordinal;
+    Partial result;
+    for (int first = 0; first < unit.entry_chunks; first += kChunksTogether) {
+      result.add(job.partials.sum_of(first_part + first, unit.entry_chunks - first, quads, column));
+    }
+    store_result(job.problem, output_row<Element>(job.problem, row), row, column, result);
   }
 }
 
 // The rows of a unit without keys.
-template <class Element>
-__device__ __forceinline__ void store_nothing(const Job& job, const Unit& unit, const Role& role) {
-  const int quads = static_cast<int>(job.problem.v_head_size) / 4, block_rows = role.cut.row_tiles * kTileRows;
+template <class Element, bool kMayTakeLines>
+__device__ __forceinline__ void store_nothing(const Job& job, const Unit& unit, const Role& role, RowSum<kMayTakeLines>& sum) {
+  const int quads = static_cast<int>(job.problem.v_head_size) / 4, block_rows = role.cut.block_rows();
   const int first_row = unit.row_block * block_rows, rows = min(block_rows, job.cut.rows - first_row);
-  for (int index = threadIdx.x; index < rows * quads; index += role.threads()) {
-    store_unit_result<Element>(job, unit, first_row + index / quads, index % quads * 4, make_float4(0.0f, 0.0f, 0.0f, 0.0f),
-                               make_float2(-INFINITY, 0.0f));
+  for (int index = threadIdx.x; index < rows * quads; index += 32 * kComputingWarps) {
+    store_unit_result<Element>(job, unit, first_row + index / quads, index % quads * 4, Partial(), sum);
   }
 }
 

@@ -87,43 +87,89 @@ __device__ __forceinline__ int64_t target_row(const Scatter& scatter, int64_t ba
   return target < size ? target : target - size;
 }
 
-// One element for each thread, the last axis fastest. Index is 32 bits where they suffice: 64-bit division is slow enough to
-// be the bottleneck. 0.81 of memcpy's speed for rows of 256 bytes (H200, 2026-11); four elements a thread were no faster.
-template <class Element, class Index>
-__global__ void __launch_bounds__(kThreads) scatter_rows(const __grid_constant__ Scatter scatter, int64_t total) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t element = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; element < total; element += step) {
-    Index rest = static_cast<Index>(element);
-    int64_t cache_offset = 0, update_offset = 0, row = 0;
+// How an update is cut into blocks: each takes rows of one slice, that is of one index of every axis other than the scatter axis
+// and the last. A team of `lanes` threads moves a row, kRowsInFlight of them at a time: 0.93 of the speed of a copy of as many bytes
+// in rows of 256; 1, 2, 8 and 16 rows, and accesses that pass by the caches, were slower (H200, 2026-11).
+constexpr int kRowsInFlight = 4;
+struct Cut {
+  int outer_axes[kMaxScatterRank];  // the last one first, without the batch
+  int outer_count = 0;
+  int64_t columns = 1;  // of the last axis, or 1 if that is the scatter axis
+  int64_t cache_column_stride = 0, update_column_stride = 0;
+  int lanes = 1;
+  int threads = 32;
+  int64_t slice_blocks = 1;
+  int64_t blocks = 1;
+};
+
+Cut cut_slices(const Scatter& scatter) {
+  Cut cut;
+  const int last = scatter.rank - 1;
+  if (last != scatter.axis && last > 0) {
+    cut.columns = scatter.sizes[last];
+    cut.cache_column_stride = scatter.cache_strides[last];
+    cut.update_column_stride = scatter.update_strides[last];
+  }
+  cut.blocks = scatter.sizes[0];
+  for (int i = last; i > 0; --i) {
+    if (i == scatter.axis || i == last) continue;
+    cut.outer_axes[cut.outer_count++] = i;
+    cut.blocks *= scatter.sizes[i];
+  }
+  const int64_t rows = scatter.sizes[scatter.axis];
+  while (cut.lanes < 32 && cut.lanes < cut.columns) cut.lanes *= 2;
+  while (cut.threads < kThreads && cut.threads / cut.lanes * kRowsInFlight < rows) cut.threads *= 2;
+  const int64_t block_rows = cut.threads / cut.lanes * kRowsInFlight;
+  cut.slice_blocks = (rows + block_rows - 1) / block_rows;
+  cut.blocks *= cut.slice_blocks;
+  return cut;
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads) scatter_rows(const __grid_constant__ Scatter scatter, const __grid_constant__ Cut cut) {
+  const int teams = blockDim.x / cut.lanes, team = threadIdx.x / cut.lanes, lane = threadIdx.x % cut.lanes;
+  const int64_t rows = scatter.sizes[scatter.axis];
+  for (int64_t block = blockIdx.x; block < cut.blocks; block += gridDim.x) {
+    int64_t slice = block / cut.slice_blocks;
+    const int64_t first_row = (block - slice * cut.slice_blocks) * teams * kRowsInFlight + team;
+    const Element* source = static_cast<const Element*>(scatter.update);
+    Element* target = static_cast<Element*>(scatter.cache);
+    for (int i = 0; i < cut.outer_count; ++i) {
+      const int axis = cut.outer_axes[i];
+      const int64_t rest = slice / scatter.sizes[axis], index = slice - rest * scatter.sizes[axis];
+      source += index * scatter.update_strides[axis];
+      target += index * scatter.cache_strides[axis];
+      slice = rest;
+    }
+    source += slice * scatter.update_strides[0];
+    target += slice * scatter.cache_strides[0];
+    int64_t target_rows[kRowsInFlight];
 #pragma unroll
-    for (int i = kMaxScatterRank - 1; i > 0; --i) {
-      if (i >= scatter.rank) continue;
-      const Index size = static_cast<Index>(scatter.sizes[i]);
-      const Index coordinate = rest % size;
-      rest /= size;
-      update_offset += coordinate * scatter.update_strides[i];
-      if (i == scatter.axis) {
-        row = coordinate;
-      } else {
-        cache_offset += coordinate * scatter.cache_strides[i];
+    for (int i = 0; i < kRowsInFlight; ++i) {
+      const int64_t row = first_row + i * teams;
+      target_rows[i] = row < rows ? target_row(scatter, slice, row) : -1;
+    }
+#pragma unroll 1
+    for (int64_t column = lane; column < cut.columns; column += cut.lanes) {
+      Element elements[kRowsInFlight];
+#pragma unroll
+      for (int i = 0; i < kRowsInFlight; ++i) {
+        const Element* row = source + (first_row + i * teams) * scatter.update_strides[scatter.axis];
+        if (target_rows[i] >= 0) elements[i] = row[column * cut.update_column_stride];
+      }
+#pragma unroll
+      for (int i = 0; i < kRowsInFlight; ++i) {
+        Element* row = target + target_rows[i] * scatter.cache_strides[scatter.axis];
+        if (target_rows[i] >= 0) row[column * cut.cache_column_stride] = elements[i];
       }
     }
-    const int64_t batch = rest;
-    row = target_row(scatter, batch, row);
-    if (row < 0) continue;
-    cache_offset += batch * scatter.cache_strides[0] + row * scatter.cache_strides[scatter.axis];
-    update_offset += batch * scatter.update_strides[0];
-    static_cast<Element*>(scatter.cache)[cache_offset] = static_cast<const Element*>(scatter.update)[update_offset];
   }
 }
 
 template <class Element>
-cudaError_t launch_scatter(const Scatter& scatter, int64_t total, cudaStream_t stream) {
-  const int grid = grid_size((total + kThreads - 1) / kThreads);
-  if (total <= UINT32_MAX)
-    scatter_rows<Element, uint32_t><<<grid, kThreads, 0, stream>>>(scatter, total);
-  else
-    scatter_rows<Element, uint64_t><<<grid, kThreads, 0, stream>>>(scatter, total);
+cudaError_t launch_scatter(const Scatter& scatter, cudaStream_t stream) {
+  const Cut cut = cut_slices(scatter);
+  scatter_rows<Element><<<grid_size(cut.blocks), cut.threads, 0, stream>>>(scatter, cut);
   return cudaGetLastError();
 }
 
@@ -193,14 +239,13 @@ int tensor_scatter(const Scatter& scatter, void* stream) {
   for (int i = 0; i < scatter.rank; ++i) total *= scatter.sizes[i];
   if (total == 0) return cudaSuccess;
   const Scatter simple = simplify(scatter);
-  total = total * scatter.element_size / simple.element_size;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   switch (simple.element_size) {
-    case 1: return launch_scatter<uint8_t>(simple, total, cuda_stream);
-    case 2: return launch_scatter<uint16_t>(simple, total, cuda_stream);
-    case 4: return launch_scatter<uint32_t>(simple, total, cuda_stream);
-    case 8: return launch_scatter<uint64_t>(simple, total, cuda_stream);
-    case 16: return launch_scatter<uint4>(simple, total, cuda_stream);
+    case 1: return launch_scatter<uint8_t>(simple, cuda_stream);
+    case 2: return launch_scatter<uint16_t>(simple, cuda_stream);
+    case 4: return launch_scatter<uint32_t>(simple, cuda_stream);
+    case 8: return launch_scatter<uint64_t>(simple, cuda_stream);
+    case 16: return launch_scatter<uint4>(simple, cuda_stream);
     default: return cudaErrorInvalidValue;
   }
 }
