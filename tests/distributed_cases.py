@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import NAN, Case, Source, _short_repr, assert_close, compare_attention, largest, make_inputs, poison_past, unit_roundoff
-from distributed_world import Ranks
+from cases import (
+    INF,
+    NAN,
+    Case,
+    Source,
+    _short_repr,
+    assert_close,
+    compare_attention,
+    compute_dtype,
+    largest,
+    make_inputs,
+    poison_past,
+    unit_roundoff,
+)
+from distributed_world import Ranks, message
 from torch import Tensor
 
 from torch_onnx_attn import reference
@@ -16,6 +30,7 @@ from torch_onnx_attn.distributed import (
     context_parallel_attention,
     context_parallel_cached,
     gather_sequence,
+    merge_over_ranks,
     shard_cache,
     shard_sequence,
 )
@@ -66,12 +81,15 @@ def check_rows(ranks: Ranks, given: Rows) -> None:
 
 
 def compare_merged(inputs: dict[str, Tensor], Y: Tensor, **attributes: Any) -> None:
-    """As compare_attention, but for float64, whose parts are weighted by log-sum-exps that the op returns in float32."""
-    if Y.dtype != torch.float64:
+    """As compare_attention, but where the op computes in float64: parts are weighted by log-sum-exps, which it returns in float32."""
+    if compute_dtype(Y.dtype, attributes.get("softmax_precision")) != torch.float64:
         return compare_attention(inputs, {"Y": Y}, **attributes)
     expected = reference.attention(**inputs, **attributes, return_lse=True)
     assert expected.lse is not None
-    return assert_close("Y", Y, expected.Y, 2 * unit_roundoff(torch.float32) * largest(expected.lse) * largest(inputs["V"]))
+    weight = 2 * unit_roundoff(torch.float32) * largest(expected.lse)
+    if Y.dtype != torch.float64:  # and sums are in float32
+        weight += unit_roundoff(torch.float32) * (8 + math.sqrt(inputs["K"].shape[2])) + unit_roundoff(Y.dtype)
+    return assert_close("Y", Y, expected.Y, weight * largest(inputs["V"]))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -210,6 +228,47 @@ def check_sequence_orders(ranks: Ranks, size: int) -> None:
     assert torch.equal(shard_sequence(whole, mesh, axis=0, order="zigzag"), zigzag)
     assert torch.equal(gather_sequence(contiguous, mesh, axis=0), whole)
     assert torch.equal(gather_sequence(zigzag, mesh, axis=0, order="zigzag"), whole)
+    for dtype in (torch.int16, torch.bool, torch.complex64):  # gloo itself sends none of them
+        typed = (whole % 2).to(dtype)
+        assert torch.equal(gather_sequence(shard_sequence(typed, mesh, axis=0), mesh, axis=0), typed)
+    for order in ("contiguous", "zigzag"):
+        assert gather_sequence(whole[:0], mesh, axis=0, order=order).shape == (0, 3)
+
+
+def check_values_that_are_not_finite(ranks: Ranks) -> None:
+    """Not-a-number and infinity come out as in one process, however the keys are split: never hidden by the merging of parts."""
+    mesh, source = ranks.mesh(), Source("not finite", ranks.device)
+    whole = [source.normal(1, heads, 8 * ranks.size, 8) for heads in (4, 2, 2)]
+    for changed, position, value in ((1, 3, NAN), (1, 8 * ranks.size - 2, NAN), (2, 0, INF), (2, 9, INF), (2, 5, NAN)):
+        tensors = [tensor.clone() for tensor in whole]
+        tensors[changed][:, 0, position] = value
+        for is_causal in (False, True):
+            seeing = slice(position if is_causal else 0, None)  # what 0 times a value that nobody sees is, is left to each kernel
+            expected = torch.ops.onnx_attn.attention(*tensors, is_causal=is_causal)[:, :, seeing]
+            assert not bool(expected.isfinite().all())
+            for method in METHODS:
+                parts = [shard_sequence(tensor, mesh) for tensor in tensors]
+                Y = context_parallel_attention(*parts, mesh=mesh, method=method, is_causal=is_causal)
+                torch.testing.assert_close(gather_sequence(Y, mesh)[:, :, seeing], expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+        Q = tensors[0][:, :, -1:]
+        caches = [shard_cache(tensor, mesh, block_size=1) for tensor in tensors[1:]]
+        found = merge_over_ranks(*torch.ops.onnx_attn.attention.lse(Q, *caches, return_lse=True), mesh)
+        torch.testing.assert_close(found, torch.ops.onnx_attn.attention(Q, *tensors[1:]), rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def check_forward_only(ranks: Ranks) -> None:
+    """A backward pass through what communicates is refused; it would miss what went through the other ranks."""
+    mesh = ranks.mesh()
+    Q, K, V = (torch.randn(1, 4, 4, 8, device=ranks.device, requires_grad=name == "K") for name in "QKV")
+    results = [context_parallel_attention(Q, K, V, mesh=mesh, method=method) for method in METHODS]
+    caches = [torch.zeros(1, 4, 64, 8, device=ranks.device) for _ in range(2)]
+    lengths = torch.zeros(1, dtype=torch.int64, device=ranks.device)
+    results.append(context_parallel_cached(Q, K, V, *caches, lengths, mesh=mesh))
+    results += [gather_sequence(K, mesh), merge_over_ranks(K, torch.zeros(1, 4, 4, device=ranks.device), mesh)]
+    for result in results:
+        assert "onnx_attn is forward only" in message(lambda result=result: result.sum().backward())
+    with torch.no_grad():
+        assert not context_parallel_attention(Q, K, V, mesh=mesh).requires_grad
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -257,6 +316,13 @@ FEATURES = {
     "mask rank 1": _with(mask="same", mask_axes="k"),
     "short mask": _with(mask="bool", mask_columns=9),
     "short float mask": _with(mask="same", mask_columns=14, is_causal=True),
+    "no rows": _with(q_len=0, kv_len=16, mask="bool", lengths="full", is_causal=True),
+    "no keys": _with(q_len=16, kv_len=0, mask="same", lengths="full", left_window_size=2),
+    "nothing": _with(q_len=0, kv_len=0, mask="bool", mask_axes="1k"),
+    "no batch": _with(batch=0, is_causal=True),
+    "16-bit integers": _with(mask="int16"),
+    "16-bit integers of rows": _with(mask="int16", mask_axes="1qk", is_causal=True),
+    "softmax precision windows": _with(softmax_precision=11, mask="same", left_window_size=5, scale=1.3),
     "mask and lengths causal": _with(batch=5, mask="bool", lengths="ragged", is_causal=True),
     "float mask and lengths windows": _with(
         batch=5, mask="same", mask_columns=20, lengths="ragged", left_window_size=8, right_window_size=5

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from cases import Case, MhaCase, Source, call_attention, call_mha, compare_attention, compare_mha, make_inputs, make_mha_inputs
-from distributed_world import Ranks
+from distributed_world import Ranks, message
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -215,12 +215,59 @@ def check_errors(ranks: Ranks) -> None:
     assert "key_cache and value_cache: cannot be written in place as sharded" in told
 
 
-def message(call: Any) -> str:
-    try:
-        call()
-    except Exception as error:
-        return str(error)
-    raise AssertionError("no error")
+def check_sizes_that_disagree(ranks: Ranks) -> None:
+    """What is illegal for the whole is an error on every rank, also where the part of some rank would be legal by itself."""
+    mesh = ranks.mesh(2)
+
+    def zeros(*shape: int, axis: int) -> DTensor:
+        return distribute_tensor(torch.zeros(shape, device=ranks.device), mesh, [Shard(axis)])
+
+    attention, mha = torch.ops.onnx_attn.attention, torch.ops.onnx_attn.mha
+    hidden = zeros(2, 6, 64, axis=2)
+    counts = {"q_num_heads": 8, "kv_num_heads": 8}
+    for width, heads in ((63, 8), (65, 2)):  # pieces of 32 and 31, 33 and 32 columns
+        x = zeros(2, 6, width, axis=2)
+        expected = f"Q: last axis is {width}, which is not a multiple of q_num_heads = {heads}"
+        assert message(lambda x=x, n=heads: attention(x, x, x, q_num_heads=n, kv_num_heads=n)) == expected
+        assert f"query: last axis is {width}" in message(lambda x=x, n=heads: mha(x, x, x, num_heads=n))
+    for rows in (2, 3):  # pieces of 1 serve every head; pieces of 2 and 1 serve those of the second rank
+        mask = zeros(rows, 6, 6, axis=0)
+        expected = f"attn_mask: axis 0 of shape [{rows}, 6, 6] is {rows}, but there are 8 query heads; it must be 1 or 8"
+        assert message(lambda mask=mask: attention(hidden, hidden, hidden, mask, **counts)) == expected
+    Q, batches = zeros(4, 4, 6, 8, axis=0), zeros(3, 4, 6, 8, axis=0)
+    assert message(lambda: attention(Q, batches, batches)) == "K: has batch 3, but Q has 4"
+    mask = zeros(2, 1, 1, 6, axis=0)
+    assert "attn_mask: axis 0 of shape [2, 1, 1, 6] is 2, but there are 4 batch entries" in message(lambda: attention(Q, Q, Q, mask))
+    heads = zeros(2, 3, 6, 8, axis=1)
+    assert message(lambda: attention(zeros(2, 4, 6, 8, axis=1), zeros(2, 4, 6, 8, axis=1), heads)) == "V: has 3 heads, but K has 4"
+    for bias in (torch.zeros(70), torch.zeros(2, 192)):
+        whole = distribute_tensor(bias.to(ranks.device), mesh, [Replicate()])
+        assert message(lambda whole=whole: mha(hidden, hidden, hidden, whole, num_heads=8)).startswith("bias: has shape")
+    for count in (0, -4):
+        assert message(lambda count=count: mha(hidden, hidden, hidden, num_heads=count)) == f"num_heads: is {count}; it must be positive"
+    nothing = distribute_tensor(torch.zeros((), device=ranks.device), mesh, [Replicate()])
+    assert "past_cache: has shape []" in message(lambda: torch.ops.onnx_attn.tensor_scatter(nothing, nothing))
+
+
+def check_ranks_outside(ranks: Ranks) -> None:
+    """DTensors of a mesh that this rank is not in."""
+    inner = DeviceMesh(ranks.device, [0, 1])
+    Q = distribute_tensor(torch.zeros(2, 4, 6, 8, device=ranks.device), inner, [Shard(1)])
+    if ranks.rank < 2:
+        assert torch.ops.onnx_attn.attention(Q, Q, Q).shape == Q.shape
+    else:
+        assert f"which rank {ranks.rank} is not in" in message(lambda: torch.ops.onnx_attn.attention(Q, Q, Q))
+
+
+def check_partial(ranks: Ranks) -> None:
+    """A pending sum is added up first."""
+    mesh, source = ranks.mesh(2), Source("partial", ranks.device)
+    Q, K, V = (source.normal(2, 4, 6, 8) for _ in range(3))
+    mine = K if mesh.get_local_rank() == 0 else torch.zeros_like(K)
+    pending = DTensor.from_local(mine, mesh, [Partial()], run_check=False)
+    for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
+        Y = torch.ops.onnx_attn.attention(distribute_tensor(Q, mesh, [placement]), pending, distribute_tensor(V, mesh, [placement]))
+        torch.testing.assert_close(Y.full_tensor(), torch.ops.onnx_attn.attention(Q, K, V), rtol=1e-5, atol=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -277,20 +324,27 @@ class Flat(nn.Module):
         return self.out_proj(torch.ops.onnx_attn.attention(Q * 1.5 + 0.1, K, V, is_causal=True, **self.heads))
 
 
-def check_split_hidden(ranks: Ranks) -> None:
-    """A piece of the hidden axis with global head counts: wrong where nothing can tell, an error under refuse_split_hidden."""
-    mesh, x = ranks.mesh(2), Source("hidden", ranks.device).normal(2, ROWS, HIDDEN)
+def flat(mesh: DeviceMesh | None, local: bool = True) -> nn.Module:
+    torch.manual_seed(3)
+    module = Flat(8, 4)
+    return module if mesh is None else parallelized(module, mesh, local)
 
-    def made() -> nn.Module:
-        torch.manual_seed(3)
-        return Flat(8, 4)
 
+def check_head_counts_of_the_whole(ranks: Ranks) -> None:
+    """A piece of the hidden axis with the head counts of the whole raises."""
+    module, x = flat(ranks.mesh(2)), Source("hidden", ranks.device).normal(2, ROWS, HIDDEN)
     with torch.no_grad():
-        module, expected = parallelized(made(), mesh, True), made()(x)
-        assert float((module(x) - expected).abs().max()) > 1e-2  # why refuse_split_hidden is there
+        assert "q_num_heads" in message(lambda: module(x))
+
+
+def check_split_hidden(ranks: Ranks) -> None:
+    """A piece of the hidden axis with the head counts of the whole is an error under refuse_split_hidden, and where sizes disagree."""
+    mesh, x = ranks.mesh(2), Source("hidden", ranks.device).normal(2, ROWS, HIDDEN)
+    with torch.no_grad():
+        module, expected = flat(mesh), flat(None)(x)
         with torch_onnx_attn.distributed.refuse_split_hidden():
             assert "Q: has shape [2, 6, 16] and is this rank's piece" in message(lambda: module(x))
-            torch.testing.assert_close(parallelized(made(), mesh, False)(x), expected, rtol=1e-5, atol=1e-5)  # DTensors reach the op
+            torch.testing.assert_close(flat(mesh, local=False)(x), expected, rtol=1e-5, atol=1e-5)  # DTensors reach the op
             four = parallelized(make_module("attention", ranks.device), mesh, True)
             four(x)
         # What the op sees by itself: K whole beside a piece of Q, and heads that do not fit.

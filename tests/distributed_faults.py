@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime
 import os
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_world import Ranks
+from distributed_world import Ranks, message
 
-from torch_onnx_attn.distributed import context_parallel_attention, context_parallel_cached
+from torch_onnx_attn.distributed import context_parallel_attention, context_parallel_cached, gather_sequence, merge_over_ranks
 
 TIMEOUT_S = 2.0
 STALL_S = 2.5 * TIMEOUT_S
@@ -45,6 +46,36 @@ def bad_argument(ranks: Ranks, method: str) -> tuple[str, float]:
     """The last rank's head size is wrong: its own call raises."""
     group = fresh_group()
     return outcome(method, group, 8 if ranks.rank + 1 < ranks.size else 7)
+
+
+def disagreement(ranks: Ranks) -> list[str]:
+    """What this rank is told where the last rank was given something else."""
+    group, told = dist.group.WORLD, []
+    assert group is not None
+    given: dict[str, Any] = {"Q": torch.ones(1, 4, 6, 8), "K": torch.ones(1, 2, 6, 8), "V": torch.ones(1, 2, 6, 8)}
+    caches = {"key_cache": torch.zeros(1, 2, 64, 8), "value_cache": torch.zeros(1, 2, 64, 8), "cache_lengths": torch.tensor([9])}
+    step = {name: tensor[:, :, :1] for name, tensor in given.items()} | caches
+    for function, usual, different in (
+        (context_parallel_attention, given, {"Q": torch.ones(1, 4, 8, 8)}),
+        (context_parallel_attention, given | {"method": "ring"}, {"K": torch.ones(1, 2, 4, 8), "V": torch.ones(1, 2, 4, 8)}),
+        (context_parallel_attention, given | {"method": "ring"}, {"V": torch.ones(1, 2, 6, 8, dtype=torch.float64)}),
+        (context_parallel_attention, given | {"method": "ring"}, {"method": "ulysses"}),
+        (context_parallel_attention, given, {"order": "zigzag"}),
+        (context_parallel_attention, given, {"is_causal": True}),
+        (context_parallel_attention, given, {"attn_mask": torch.ones(6, 12)}),
+        (context_parallel_attention, given, {"nonpad_kv_seqlen": torch.tensor([7])}),
+        (context_parallel_attention, given, {"K": None}),
+        (context_parallel_cached, step, {"cache_lengths": torch.tensor([10])}),
+        (context_parallel_cached, step, {"block_size": 32}),
+        (context_parallel_cached, step, {"Q": torch.ones(1, 6, 1, 8)}),
+        (context_parallel_cached, step, {"softcap": -1.0}),
+        (gather_sequence, {"tensor": torch.ones(4, 2)}, {"tensor": torch.ones(6, 2)}),
+        (merge_over_ranks, {"Y": torch.ones(1, 4, 1, 8), "lse": torch.ones(1, 4, 1)}, {"lse": torch.ones(1, 4, 1, 1)}),
+    ):
+        changed: dict[str, Any] = different if ranks.rank + 1 == ranks.size else {}
+        told.append(message(lambda call=function, given=usual | changed: call(**given, mesh=group)))
+    assert not bool(caches["key_cache"].any()), "something was written"
+    return told
 
 
 def stall(ranks: Ranks, method: str) -> tuple[str, float]:

@@ -20,6 +20,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
+def message(call: Any) -> str:
+    """The text of the error that the call raises."""
+    try:
+        call()
+    except Exception as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
 @dataclass(frozen=True)
 class Ranks:
     """What a check is told: where it runs, and with whom."""

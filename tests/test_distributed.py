@@ -37,3 +37,11 @@ def test_sequence_orders(ranks: World, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_decoding_after_prefill(ranks: World, size: int) -> None:
     ranks.run("distributed_cases", "check_decoding_after_prefill", size)
+
+
+def test_values_that_are_not_finite(ranks: World) -> None:
+    ranks.run("distributed_cases", "check_values_that_are_not_finite")
+
+
+def test_forward_only(ranks: World) -> None:
+    ranks.run("distributed_cases", "check_forward_only")

@@ -55,7 +55,7 @@ def covered(calls: Sequence[Call], rows: int, keys: int, length: int | None) -> 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(("q_rows", "k_rows"), [(4, 4), (4, 6), (6, 2), (2, 2)])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_pair_is_in_one_call(ranks: int, q_rows: int, k_rows: int, order: str) -> None:
     q_len, kv_len = ranks * q_rows, ranks * k_rows
     for left, right in WINDOWS:

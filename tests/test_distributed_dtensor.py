@@ -114,6 +114,15 @@ def test_two_mesh_dimensions(ranks: World) -> None:
 
 def test_errors(ranks: World) -> None:
     ranks.run(CHECKS, "check_errors")
+    ranks.run(CHECKS, "check_ranks_outside")
+
+
+def test_sizes_that_disagree(ranks: World) -> None:
+    ranks.run(CHECKS, "check_sizes_that_disagree")
+
+
+def test_partial(ranks: World) -> None:
+    ranks.run(CHECKS, "check_partial")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -125,6 +134,15 @@ def test_tensor_parallel(ranks: World, kind: str, local: bool, compiled: bool) -
 
 def test_a_whole_bias_beside_split_heads_is_an_error(ranks: World) -> None:
     ranks.run(CHECKS, "check_whole_bias_beside_split_heads")
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="a plain tensor does not say that it is a piece of a DTensor: Q, K and V cut alike are a legal call with narrower heads",
+)
+def test_head_counts_of_the_whole_raise(ranks: World) -> None:
+    ranks.run(CHECKS, "check_head_counts_of_the_whole")
 
 
 def test_pieces_of_a_hidden_axis(ranks: World) -> None:

@@ -20,9 +20,18 @@ def pair() -> Iterator[World]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_rank_that_raises(pair: World, method: str) -> None:
-    (other, waited), (own, _) = pair.run("distributed_faults", "bad_argument", method)
-    assert "head size" in own
-    assert other and waited < TIMEOUT_S + SLACK_S
+    (other, _), (own, _) = pair.run("distributed_faults", "bad_argument", method)
+    assert own == "K: has head size 8, but Q has 7"
+    assert other == f"{own} (on rank 1 of the group)", "the other rank hears of it by itself, not by a timeout"
+
+
+def test_ranks_that_disagree(pair: World) -> None:
+    first, last = pair.run("distributed_faults", "disagreement")
+    names = ("Q", "K", "V", "method", "order", "is_causal", "attn_mask", "nonpad_kv_seqlen", "K")
+    names += ("cache_lengths", "block_size", "Q", "softcap", "tensor", "lse")
+    for name, here, there in zip(names, first, last, strict=True):
+        assert here.startswith(f"{name}: is "), here
+        assert here == there or here == f"{there} (on rank 1 of the group)"
 
 
 @pytest.mark.parametrize("method", METHODS)

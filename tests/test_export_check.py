@@ -215,6 +215,74 @@ def test_a_written_buffer_is_refused_with_the_way_out() -> None:
         export(Model(), (torch.randn(1, 1, 2, 8), torch.tensor([1])))
 
 
+class Held(nn.Module):
+    """Writes what it holds: through a slice, through a view, or its lengths."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("cache", torch.zeros(1, 1, 8, 8))
+        self.register_buffer("lengths", torch.zeros(1, dtype=torch.int64))
+        self.no_buffer = torch.zeros(1, 1, 8, 8)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.how == "slice":
+            self.cache[:, :, :2] = rows
+        elif self.how == "view":
+            OPS.tensor_scatter_(self.cache.transpose(0, 1), rows, self.lengths)
+        elif self.how == "lengths":
+            self.lengths.add_(1)
+        elif self.how == "no_buffer":
+            self.no_buffer[:, :, :2] = rows
+        else:
+            own = self.cache.clone()
+            own[:, :, :2] = rows
+            return OPS.attention.default(rows, own, own)
+        return OPS.attention.default(rows, self.cache, self.cache, nonpad_kv_seqlen=self.lengths + 2)
+
+
+@pytest.mark.parametrize(("how", "name"), [("slice", "cache"), ("view", "cache"), ("lengths", "lengths"), ("no_buffer", "no_buffer")])
+def test_a_buffer_may_be_written_by_no_op_and_through_no_view(how: str, name: str) -> None:
+    with pytest.raises(torch_onnx_attn.onnx.ExportError, match=f"writes the buffer '{name}', and an ONNX graph keeps nothing"):
+        export(Held(how).eval(), (torch.randn(1, 1, 2, 8),))
+
+
+def test_a_copy_of_a_buffer_may_be_written() -> None:
+    program = export(Held("clone").eval(), (torch.randn(1, 1, 2, 8),), check=True)
+    assert [node.op for node in torch_onnx_attn.onnx.report(program).nodes] == ["Attention"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        pytest.param({"input_names": ["x"]}, ValueError, r"input_names: is \['x'\].* for each of 2: float32 \[3, 5, 32\], int64", id="few"),
+        pytest.param({"input_names": list("abc")}, ValueError, "input_names: .* for each of 2", id="many"),
+        pytest.param({"input_names": "ab"}, ValueError, "input_names: is 'ab', must be a list", id="text"),
+        pytest.param({"output_names": ["y", "z"]}, ValueError, "output_names: .* for each of 1", id="outputs"),
+        pytest.param({"input_names": ["x", "n"], "output_names": ["x"]}, ValueError, "output_names: 'x' is the name of an", id="both"),
+        pytest.param({"opset": "24"}, ValueError, "opset='24': must be an integer", id="opset"),
+        pytest.param({"opset_version": 24}, TypeError, "opset_version: .* give opset", id="opset_version"),
+        pytest.param({"f": "model.onnx"}, TypeError, "f: .* give path", id="f"),
+        pytest.param({"dynamo": False}, TypeError, "dynamo: .* leave it out", id="dynamo"),
+        pytest.param({"path": 3}, TypeError, "path: is of type int", id="path"),
+        pytest.param({"path": ""}, OSError, "path: '' is a folder, or empty", id="no_path"),
+        pytest.param({"path": "nowhere/model.onnx"}, FileNotFoundError, "path: the folder .*nowhere' does not exist", id="folder"),
+    ],
+)
+def test_arguments_that_do_not_fit_write_nothing(
+    options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        export(Layer().eval(), layer_inputs(), **({"path": tmp_path / "model.onnx"} | options))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_module_is_named() -> None:
+    with pytest.raises(TypeError, match=r"model: is of type function, must be a torch\.nn\.Module"):
+        torch_onnx_attn.onnx.export(lambda q: q, (torch.randn(2),))
+
+
 def test_an_opset_that_the_installed_onnx_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx.defs, "onnx_opset_version", lambda: 26)
     with pytest.raises(torch_onnx_attn.onnx.ExportError, match=r"opset=28: the installed onnx .* knows opsets up to 26"):

@@ -154,6 +154,23 @@ def test_mistakes_are_named() -> None:
         export_past_present(model, (ids,), CACHES, dynamic_shapes=(None, None))
     with pytest.raises(ValueError, match=r"has 0 torch_onnx_attn\.nn\.KVCache modules, must have exactly 1"):
         export_static_cache(model, (ids,))
+    with pytest.raises(TypeError, match="caches: is of type tuple, must be a PastPresent"):
+        export_past_present(model, (ids,), (1, 2, 16))
+    with pytest.raises(ValueError, match="kv_heads: is 0, must be a positive integer"):
+        PastPresent(layers=1, kv_heads=0, head_size=16)
+
+
+def test_outputs_without_a_name_do_not_shift_the_names_of_the_caches() -> None:
+    class WithHidden(GrowingDecoder):
+        def forward(self, input_ids: Tensor, past_key_values: Any) -> Any:
+            logits, present = super().forward(input_ids, past_key_values)
+            return logits, 2 * logits, present
+
+    ids = torch.tensor([[1, 2, 3]])
+    with pytest.raises(ValueError, match=r"^output_names: is \['logits', 'present.0.key'.* for each of [0-9]+: float32"):
+        export_past_present(WithHidden().eval(), (ids,), CACHES)
+    program = export_past_present(WithHidden().eval(), (ids,), CACHES, output_names=("logits", "double"))
+    assert [value.name for value in program.model.graph.outputs] == ["logits", "double", *CACHES.output_names]
 
 
 def test_onnxruntime_genai_generates_the_same_tokens(tmp_path: Path) -> None:

@@ -187,3 +187,13 @@ def test_axes_from_text_export() -> None:
     proto = torch_onnx_attn.onnx.export(Model().eval(), inputs, dynamic_shapes=shapes).model_proto
     onnx.checker.check_model(proto, full_check=True)
     assert [dim.dim_param or dim.dim_value for dim in proto.graph.output[0].type.tensor_type.shape.dim] == ["batch", 4, "rows", 8]
+
+
+@pytest.mark.parametrize("content", [b"", b"no model at all", b"\x08"], ids=["empty", "text", "cut_off"])
+def test_a_file_that_is_no_model(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.onnx: is no ONNX model"):
+        report(path)
+    with pytest.raises(TypeError, match="model: is of type int"):
+        report(5)

@@ -50,11 +50,19 @@ def test_fewer_columns_and_unaligned_rows(pattern: str, columns: int, device: st
     compare(case, kept(pattern)[:, None, None, :columns].contiguous(), device)
 
 
-@pytest.mark.parametrize("lowest", [float("-inf"), torch.finfo(torch.bfloat16).min])
-def test_bias(lowest: float, device: str) -> None:
+@pytest.mark.parametrize("lowest", [float("-inf"), -1e5, -1e9, -1e30, torch.finfo(torch.bfloat16).min])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_bias(lowest: float, dtype: torch.dtype, head_size: int, device: str) -> None:
     """Minima that are finite: a row of nothing else is an ordinary softmax."""
-    case = Case(dtype=torch.bfloat16, batch=4, q_len=200, kv_len=KV_LEN, head_size=64)
-    compare(case, torch.where(kept("middle"), 0.5, lowest)[:, None, None].to(torch.bfloat16), device)
+    case = Case(dtype=torch.bfloat16, batch=4, q_len=200, kv_len=KV_LEN, head_size=head_size)
+    compare(case, torch.where(kept("middle"), 0.5, lowest)[:, None, None].to(dtype), device)
+
+
+@pytest.mark.parametrize("largest", [1e5, 1e30])
+def test_bias_far_above(largest: float, device: str) -> None:
+    case = Case(dtype=torch.float16, batch=4, q_len=200, kv_len=KV_LEN, head_size=64)
+    compare(case, torch.where(kept("middle"), largest, 0.5)[:, None, None].expand(-1, 1, 200, -1).contiguous(), device)
 
 
 @pytest.mark.parametrize("pattern", ["right padding", "gaps"])
@@ -70,6 +78,6 @@ def test_batch_entries_alone(pattern: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("mask", ["keys", "lengths"])
-@pytest.mark.parametrize("filter_value", [-10000.0, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("filter_value", [-10000.0, -1e5, -1e9, -1e30, torch.finfo(torch.float32).min])
 def test_padding_adds(mask: str, filter_value: float, device: str) -> None:
     check_mha(MhaCase(dtype=torch.float16, batch=4, q_len=200, kv_len=300, head_size=64, mask=mask, mask_filter_value=filter_value), device)

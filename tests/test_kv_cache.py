@@ -141,8 +141,11 @@ def test_buffers_follow_the_module_and_stay_out_of_its_state() -> None:
 @pytest.mark.parametrize("name", ["layers", "batch", "kv_heads", "capacity", "head_size", "v_head_size"])
 def test_sizes_must_be_positive(name: str) -> None:
     sizes = {"layers": 1, "batch": 1, "kv_heads": 1, "capacity": 1, "head_size": 8, "v_head_size": 8} | {name: 0}
-    with pytest.raises(ValueError, match=f"^{name}: is 0, must be positive"):
+    with pytest.raises(ValueError, match=f"^{name}: is 0, must be a positive integer"):
         KVCache(**sizes)
+    for wrong in (-1, 1.5, "3", True):
+        with pytest.raises(ValueError, match=f"^{name}: is {wrong!r}, must be a positive integer"):
+            KVCache(**(sizes | {name: wrong}))
 
 
 def test_other_mistakes_are_named() -> None:
@@ -156,13 +159,38 @@ def test_other_mistakes_are_named() -> None:
         cache.attend(0, Q, K)
     with pytest.raises(ValueError, match="Q: has 3 axes"):
         cache.attend(0, Q[0])
-    with pytest.raises(ValueError, match=r"entries: has shape \(3,\), must be \[batch\] = \(2,\)"):
+    for layer in (-1, "0", 0.0, True):
+        with pytest.raises(IndexError, match=f"layer: is {layer!r}, must be 0 to 1"):
+            cache.attend(layer, Q, K, V)
+    with pytest.raises(ValueError, match=r"K: has 2 rows, must have the 3 of Q"):
+        cache.attend(0, Q, K[:, :, :2], V[:, :, :2])
+    with pytest.raises(ValueError, match=r"entries: is torch\.int64 \[3\], must be an int64 tensor of shape \[batch\] = \[2\]"):
         cache.reorder(torch.zeros(3, dtype=torch.int64))
+    for wrong in ([1, 0], torch.ones(2), torch.ones(2, dtype=torch.bool)):
+        with pytest.raises(ValueError, match=r"^entries: is .*must be an int64 tensor"):
+            cache.reorder(wrong)
+    for wrong in ([0], 0, torch.tensor([True, False]), torch.zeros(1, 1, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"^entries: is .*must be an int64 tensor of one axis"):
+            cache.reset(wrong)
+    for wrong in (-1, 1.5, True, [1, 1], torch.ones(3, dtype=torch.int64), torch.ones(2), torch.ones(2, 1, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"^rows: is "):
+            cache.advance(wrong)
+    assert cache.lengths.tolist() == [0, 0]
     with pytest.raises(RuntimeError, match=r"^K: is torch\.float16|^K: .*float16"):
         cache.attend(0, Q, K.half(), V)
     with pytest.raises(RuntimeError, match=r"value_cache: has shape \[2, 2, 16, 8\]"):
         cache.attend(0, Q, K, V[..., :4])
     assert all(bool((cache.key(layer) == 0).all()) for layer in range(LAYERS))
+
+
+@pytest.mark.parametrize("wrong", ["rows", "columns", "heads", "batch", "axes", "dtype"])
+def test_append_writes_both_or_neither(wrong: str) -> None:
+    cache = new_cache()
+    _, K, V = rows(3)
+    bad = {"rows": V[:, :, :2], "columns": V[..., :4], "heads": V[:, :1], "batch": V[:1], "axes": V[0], "dtype": V.half()}[wrong]
+    with pytest.raises(ValueError, match=r"^V: is .*must be torch\.float32 \[2, 2, 3, 8\]"):
+        cache.append(0, K, bad)
+    assert not cache.key(0).any() and not cache.value(0).any()
 
 
 def test_a_sequence_that_outgrows_the_capacity(device: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html.parser
 import importlib
 from pathlib import Path
@@ -84,3 +85,27 @@ def test_a_report_of_many_and_of_odd_nodes(tmp_path: Path) -> None:
     report.write(verify(path, keep_errors=True), tmp_path / "report.html")
     page = Page((tmp_path / "report.html").read_text())
     assert "refuses: attn_mask" in page.text and "write0" in page.text
+
+
+@pytest.mark.parametrize("name", ["$\\frac$", "_^{$$}", "層", "layer." * 60])
+@pytest.mark.filterwarnings("error")
+def test_any_name_can_stand_beside_a_plot(tmp_path: Path, name: str) -> None:
+    """Dollars are no formula, and a letter that the font lacks is no warning."""
+    arrays = Source().qkv()
+    result = verify(save(model_of([node_proto("attention", arrays, ["Y"], name=name)], arrays, ["Y"]), tmp_path), keep_errors=True)
+    report.write(result, tmp_path / "report.html")
+    assert name in Page((tmp_path / "report.html").read_text()).text
+
+
+def test_a_model_of_very_many_nodes_has_an_overview_of_the_worst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = Source().qkv()
+    result = verify(save(model_of([node_proto("attention", arrays, ["Y"])], arrays, ["Y"]), tmp_path))
+    (node,) = result.nodes
+    (output,) = node.outputs
+    ours = output.deviations["torch_onnx_attn"]
+    worse = dataclasses.replace(output, deviations={"torch_onnx_attn": dataclasses.replace(ours, ratio=5.0)})
+    nodes = [dataclasses.replace(node, node=f"node {i}", outputs=(worse if i == 7 else output,)) for i in range(20)]
+    monkeypatch.setattr(report, "_MOST_ROWS", 3)
+    axes = report._overview(dataclasses.replace(result, nodes=tuple(nodes))).axes[0]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(labels) == 3 and labels[0] == "node 7"

@@ -222,6 +222,12 @@ def test_every_truncation_of_a_recording(tmp_path: Path) -> None:
         ({"tensors": {}}, "does not know"),
         ({"tensors": {"input.Q": {"dtype": "float99", "strides": [1]}}}, "is not a whole recorded call"),
         ({"tensors": {"input.X": {"dtype": "float32", "strides": [1]}}}, "is not a whole recorded call"),
+        ({"tensors": {"input.Q": {"dtype": "float32", "strides": [1]}}}, "is not a whole recorded call"),
+        ({"attributes": {"speed": 3}}, "is not a whole recorded call: got an unexpected keyword argument 'speed'"),
+        ({"attributes": None}, "is not a whole recorded call"),
+        ({"origin": {}}, "is not a whole recorded call: 'name'"),
+        ({"op": ["attention"]}, "is not a whole recorded call"),
+        ({"op": "attention_cached"}, "does not know|missing a required argument"),
     ],
 )
 def test_recordings_that_hold_something_else(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
@@ -234,6 +240,24 @@ def test_recordings_that_hold_something_else(tmp_path: Path, change: dict[str, A
     np.savez(path, **arrays)
     with pytest.raises(BadInput, match=reason):
         load(path)
+
+
+def test_a_recording_without_outputs_agrees_with_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "call.npz"
+    with record(path):
+        CALLS["attention"][0]()
+    with np.load(path) as archive:
+        arrays = dict(archive)
+    facts = json.loads(str(arrays["call"]))
+    facts["tensors"] = {name: fact for name, fact in facts["tensors"].items() if name.startswith("input")}
+    np.savez(path, **arrays | {"call": np.array(json.dumps(facts))})
+    with pytest.raises(BadInput, match="does not know"):
+        load(path)
+
+
+def test_where_nothing_can_be_written_the_calls_are_not_made(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="its folder does not exist"), record(tmp_path / "missing" / "call.npz"):
+        raise AssertionError
 
 
 def test_a_plain_npz_is_no_recording(tmp_path: Path) -> None:

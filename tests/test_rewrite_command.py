@@ -152,6 +152,24 @@ def test_external_data_in_place(tmp_path):
     np.testing.assert_allclose(by_onnxruntime(onnx.load(source), feeds())[0], by_onnxruntime(model(), feeds())[0], rtol=1e-5, atol=1e-5)
 
 
+def test_weights_of_another_model_stay_as_they_are(tmp_path):
+    """An older model, renamed, still reads new.onnx.data: the new model's weights go elsewhere."""
+    source, destination = tmp_path / "old.onnx", tmp_path / "new.onnx"
+    onnx.save(model(), source, save_as_external_data=True, location="new.onnx.data", size_threshold=0)
+    weights = (tmp_path / "new.onnx.data").read_bytes()
+    assert rewrite_file(source, destination).is_written
+    assert (tmp_path / "new.onnx.data").read_bytes() == weights and (tmp_path / "new.onnx.1.data").is_file()
+    for path in (source, destination):
+        np.testing.assert_allclose(by_onnxruntime(onnx.load(path), feeds())[0], by_onnxruntime(model(), feeds())[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_weights_are_no_destination(tmp_path, capsys):
+    save_apart(tmp_path / "in.onnx")
+    weights = (tmp_path / "in.onnx.weights").read_bytes()
+    assert "holds the weights of" in refused([str(tmp_path / "in.onnx"), str(tmp_path / "in.onnx.weights")], capsys)
+    assert (tmp_path / "in.onnx.weights").read_bytes() == weights
+
+
 def test_a_large_model_gets_external_data(source, monkeypatch):
     monkeypatch.setattr(file, "_MOST_IN_ONE_FILE", 1000)
     destination = source.with_name("out.onnx")
@@ -185,6 +203,24 @@ def test_unusable_files(source, tmp_path, capsys):
     assert not os.path.exists(out)
 
 
+def test_a_damaged_node_beside_an_operator_that_onnx_does_not_know(tmp_path, capsys):
+    """onnx.checker gives up at the latter, and what it did not see is looked at node by node."""
+    proto = model()
+    proto.graph.node.insert(0, onnx.helper.make_node("SomethingOfARuntime", ["q"], ["unused"]))
+    reads_outside = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["y"], ["z"])], "g", [], [onnx.ValueInfoProto(name="z")])
+    proto.graph.node.append(onnx.helper.make_node("If", ["p"], ["z"], then_branch=reads_outside, else_branch=reads_outside))
+    assert not file._is_valid(save_as(proto, tmp_path), proto)
+    del proto.graph.node[-1]
+    del proto.graph.node[-3].output[:]  # of the Softmax
+    assert "is not a valid model" in refused([str(save_as(proto, tmp_path)), str(tmp_path / "out.onnx")], capsys)
+
+
+def save_as(proto: Any, folder: Path) -> Path:
+    """Without the checks of onnx.save."""
+    (folder / "in.onnx").write_bytes(proto.SerializeToString())
+    return folder / "in.onnx"
+
+
 def test_unusable_external_data(tmp_path, capsys):
     out = str(tmp_path / "out.onnx")
     save_apart(tmp_path / "in.onnx")
@@ -209,6 +245,38 @@ def test_unusable_inputs(source, tmp_path, capsys):
     assert "the models cannot be compared with inputs" in refused([str(source), out, "--inputs", str(tmp_path / "odd.npz")], capsys)
     assert "no input has such a dimension" in refused([str(source), out, "--dim", "z=3"], capsys)
     assert not os.path.exists(out)
+
+
+def test_an_opset_that_nobody_knows(source, tmp_path, capsys):
+    proto = model()
+    proto.opset_import[0].version = 99
+    source.write_bytes(proto.SerializeToString())
+    assert "has an opset that is not known here" in refused([str(source), str(tmp_path / "out.onnx")], capsys)
+
+
+def test_onnx_spelt_out_as_a_domain(source, tmp_path):
+    proto = model()
+    proto.opset_import[0].domain = "ai.onnx"
+    onnx.save(proto, source)
+    report = rewrite_file(source, tmp_path / "out.onnx")
+    assert report.is_written and (report.opset_before, report.opset_after) == (18, 23)
+
+
+def test_seeds_and_sizes_that_nothing_can_have(source, tmp_path, capsys):
+    out = str(tmp_path / "out.onnx")
+    assert "--seed -1: must be 0 or more" in refused([str(source), out, "--seed", "-1"], capsys)
+    assert "is larger than any array can be" in refused([str(source), out, "--dim", f"l={10**25}"], capsys)
+    assert "not enough memory" in refused([str(source), out, "--dim", f"l={2**46}"], capsys)
+
+
+@pytest.mark.parametrize("fill", [-np.inf, float(np.finfo(np.float32).min)])
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_made_up_masks_leave_a_key_whichever_way_they_are_meant(tmp_path, fill, is_kept):
+    """True is a key that counts, or one that does not, as in torch's key_padding_mask. A row without a key would differ, as documented."""
+    choice = "m = Where(mask, s, c)" if is_kept else "m = Where(mask, c, s)"
+    body = PRODUCT + choice + "\nw = Softmax(m)\ny = MatMul(w, v)"
+    onnx.save(graph(body, QKV + ", bool[b,1,1,s] mask", constants={"c": fill}), tmp_path / "in.onnx")
+    assert rewrite_file(tmp_path / "in.onnx", tmp_path / "out.onnx").is_written
 
 
 def test_an_opset_that_cannot_be_raised(tmp_path):

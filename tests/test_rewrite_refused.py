@@ -7,7 +7,7 @@ import re
 import numpy as np
 import onnx_ir
 import pytest
-from rewrite_models import GROUPED, LOWEST, QKV, graph
+from rewrite_models import GROUPED, LOWEST, QKV, graph, onnx
 
 from torch_onnx_attn.models.rewrite import rewrite
 
@@ -297,3 +297,12 @@ def test_a_merge_in_another_order_is_no_repeat():
     model = onnx_ir.from_proto(proto)
     rewrite(model)
     assert sum(node.op_type == "Expand" for node in model.graph) == 2
+
+
+def test_a_transpose_that_is_no_order_of_the_axes():
+    """A damaged file: its shapes are what they were, and its permutation is not."""
+    proto = graph(PRODUCT.replace("0,1,3,2", "0,1,3,9") + "w = Softmax(s)\ny = MatMul(w, v)")
+    for name, shape in (("kt", ["b", 4, 8, "s"]), ("s", ["b", 4, "l", "s"]), ("w", ["b", 4, "l", "s"])):
+        proto.graph.value_info.append(onnx.helper.make_tensor_value_info(name, 1, shape))
+    report = rewrite(onnx_ir.from_proto(proto))
+    assert not report.replaced and report.left[0].reason == "K is transposed by [0, 1, 3, 9], which does not order 4 axes"

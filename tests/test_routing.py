@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import os
@@ -63,6 +64,7 @@ ROUTED: dict[str, tuple[tuple[Tensor, ...], dict[str, Any]]] = {
     "five_axes_mask_of_one_batch_axis": (qkv(2, 3), {"attn_mask": torch.randn(3, 1, 5, 7)}),
     "six_axes_mask": (qkv(2, 1, 3), {"attn_mask": mask(2, 1, 1, 1, 5, 7)}),
     "no_keys": (qkv(2, keys=0), {}),
+    "no_heads_gqa": (qkv(2, heads=0, kv_heads=0), {"enable_gqa": True}),
     "empty_batch": (qkv(0), {}),
     "rows_before_heads_in_memory": (tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(2)), {}),
 }
@@ -126,6 +128,11 @@ LEFT: dict[str, tuple[Callable[[], Any], str]] = {
         "attn_mask is given with is_",
     ),
     "query_broadcasts": (lambda: functional.scaled_dot_product_attention(Q[:1], K, V), "batch axes of key or value"),
+    "scale_beyond_float32": (
+        lambda: functional.scaled_dot_product_attention(Q.double() * 1e-30, K.double() * 1e-30, V.double(), scale=1e60),
+        "scale is 1e",
+    ),
+    "values_of_no_columns": (lambda: functional.scaled_dot_product_attention(Q, K, V[..., :0]), "head size is 0"),
     "scale_nan": (lambda: functional.scaled_dot_product_attention(Q, K, V, scale=float("nan")), "scale is nan"),
 }
 REFUSED_BY_TORCH: dict[str, tuple[Callable[[], Any], str]] = {
@@ -134,6 +141,15 @@ REFUSED_BY_TORCH: dict[str, tuple[Callable[[], Any], str]] = {
     "heads": (lambda: functional.scaled_dot_product_attention(Q, K[:, :3], V[:, :3]), "head counts"),
     "gqa_heads": (lambda: functional.scaled_dot_product_attention(Q, K[:, :3], V[:, :3], enable_gqa=True), "head counts"),
     "integers": (lambda: functional.scaled_dot_product_attention(*(x.long() for x in (Q, K, V))), "not float16"),
+    "gqa_without_heads": (lambda: functional.scaled_dot_product_attention(Q[0, 0], K[0, 0], V[0, 0], enable_gqa=True), "enable_gqa"),
+    "negative_dropout": (lambda: functional.scaled_dot_product_attention(Q, K, V, dropout_p=-0.1), "dropout_p is -0.1"),
+    "short_mask": (lambda: functional.scaled_dot_product_attention(Q, K, V, mask(5, 6)), "last axis of attn_mask"),
+    "short_floating_mask": (lambda: functional.scaled_dot_product_attention(Q, K, V, torch.zeros(2, 1, 1, 6)), "last axis of attn_mask"),
+    "integer_mask": (lambda: functional.scaled_dot_product_attention(Q, K, V, mask(5, 7).long()), "attn_mask is torch.int64"),
+    "mask_of_another_type": (
+        lambda: functional.scaled_dot_product_attention(Q, K, V, torch.zeros(5, 7).half()),
+        "attn_mask is torch.float16",
+    ),
     "one_axis": (lambda: functional.scaled_dot_product_attention(Q[0, 0, 0], K[0, 0, 0], V[0, 0, 0]), "number of axes"),
 }
 
@@ -206,6 +222,15 @@ def test_the_older_onnx_exporter_is_left(tmp_path: Path) -> None:
             torch.onnx.export(Call().eval(), (Q,), tmp_path / "old.onnx", dynamo=False)
     assert not report.routed and any("dynamo=False" in reason for _, reason in report.left)
     assert "Softmax" in [node.op_type for node in onnx.load(tmp_path / "old.onnx").graph.node]
+
+
+def test_a_jit_trace_is_left() -> None:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        with route_attention() as report:
+            traced = torch.jit.trace(lambda q: functional.scaled_dot_product_attention(q, K, V), (Q,))
+        assert any("torch.jit.trace" in reason for _, reason in report.left)
+        torch.testing.assert_close(traced(Q), functional.scaled_dot_product_attention(Q, K, V))
 
 
 def test_no_gradient_is_wanted_without_grad_mode() -> None:
@@ -291,6 +316,60 @@ def test_multi_head_attention_without_a_batch(need_weights: bool) -> None:
     for actual, wanted in zip(got, expected, strict=True):
         if wanted is not None:
             torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_multi_head_attention_with_no_keys(need_weights: bool) -> None:
+    module, exact = modules(batch_first=True)
+    x, keys = torch.randn(2, 5, 16), torch.randn(2, 0, 16)
+    with torch.no_grad(), route_attention() as report:
+        Y, weights = module(x, keys, keys, key_padding_mask=torch.zeros(2, 0, dtype=torch.bool), need_weights=need_weights)
+    assert report.routed == {MHA: 1}
+    torch.testing.assert_close(Y.double(), exact.out_proj.bias.expand(2, 5, 16), rtol=1e-6, atol=1e-6)
+    assert weights is None or weights.shape == (2, 5, 0)
+
+
+def test_floating_masks_of_half_modules() -> None:
+    """generate_square_subsequent_mask makes float32; torch takes that beside half inputs where no weights are asked for."""
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+    module, exact = modules(batch_first=True)
+    module, x = module.to(torch.bfloat16), torch.randn(2, 5, 16).to(torch.bfloat16)
+    exact.load_state_dict(module.state_dict())
+    with torch.no_grad(), route_attention() as report:
+        Y, _ = module(x, x, x, attn_mask=causal, need_weights=False)
+    assert report.routed == {MHA: 1}
+    with torch.no_grad():
+        expected, _ = exact(x.double(), x.double(), x.double(), attn_mask=causal.double(), need_weights=False)
+    torch.testing.assert_close(Y.double(), expected, rtol=5e-2, atol=5e-2)
+
+
+WRONG_MASKS: dict[str, dict[str, Tensor]] = {
+    "padding_of_one_entry": {"key_padding_mask": torch.zeros(1, 7, dtype=torch.bool)},
+    "short_padding": {"key_padding_mask": torch.zeros(2, 6, dtype=torch.bool)},
+    "padding_of_one_key": {"key_padding_mask": torch.zeros(2, 1)},
+    "mask_of_one_row": {"attn_mask": torch.zeros(1, 7, dtype=torch.bool)},
+    "short_mask": {"attn_mask": torch.zeros(5, 6)},
+    "mask_of_one_column": {"attn_mask": torch.zeros(5, 1, dtype=torch.bool)},
+    "mask_of_each_entry": {"attn_mask": torch.zeros(2, 5, 7, dtype=torch.bool)},
+    "mask_of_each_head": {"attn_mask": torch.zeros(4, 5, 7)},
+    "padding_float64": {"key_padding_mask": torch.zeros(2, 7, dtype=torch.float64)},
+    "mask_float16": {"attn_mask": torch.zeros(5, 7, dtype=torch.float16)},
+    "mask_int64": {"attn_mask": torch.zeros(5, 7, dtype=torch.int64)},
+}
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("name", WRONG_MASKS)
+def test_masks_that_torch_refuses_are_not_broadcast(name: str, need_weights: bool) -> None:
+    module, _ = modules(batch_first=True)
+    inputs = (torch.randn(2, 5, 16), *(2 * (torch.randn(2, 7, 16),)))
+    with torch.no_grad():
+        with pytest.raises(Exception) as expected:
+            module(*inputs, need_weights=need_weights, **WRONG_MASKS[name])
+        with pytest.raises(type(expected.value)) as got, warnings.catch_warnings(), route_attention():
+            warnings.simplefilter("ignore")
+            module(*inputs, need_weights=need_weights, **WRONG_MASKS[name])
+    assert str(got.value) == str(expected.value)
 
 
 @pytest.mark.parametrize(
@@ -476,6 +555,30 @@ def test_compile_of_tensor_methods_that_torch_writes_in_python() -> None:
         assert torch.equal(got, call(Q)), name
 
 
+def test_compile_refuses_a_short_mask_of_dynamic_size() -> None:
+    """Torch does by its own guard; the op alone would let the mask disallow the rest."""
+    compiled = torch.compile(functional.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad(), warnings.catch_warnings(), route_attention():
+        warnings.simplefilter("ignore", PerformanceWarning)
+        got = compiled(Q, K, V, keep := mask(5, 7))
+        with pytest.raises(RuntimeError, match=r"expand|broadcast|match"):
+            compiled(Q, K, V, mask(5, 6))
+    torch.testing.assert_close(got, functional.scaled_dot_product_attention(Q, K, V, keep), rtol=1e-5, atol=1e-5)
+
+
+def test_compile_of_an_encoder_whose_causality_is_read_off_the_mask() -> None:
+    """The hint is then a number of the graph, of which nothing is known while capturing."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2, enable_nested_tensor=False).eval()
+    exact = copy.deepcopy(encoder).double()
+    x, causal = torch.randn(2, 5, 16), nn.Transformer.generate_square_subsequent_mask(5)
+    with torch.no_grad():
+        with route_attention() as report:
+            Y = torch.compile(encoder, fullgraph=True, backend="aot_eager")(x, mask=causal)
+        expected = exact(x.double(), mask=causal.double())
+    assert report.routed == {MHA: 2} and not report.left
+    torch.testing.assert_close(Y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_compile_counts_each_captured_call_once() -> None:
     def call(q: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(q, K, V) + functional.scaled_dot_product_attention(q, K, V, dropout_p=0.5)
@@ -588,7 +691,7 @@ def test_logging_does_not_disturb_capturing(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.gpu
 def test_the_general_kernel_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    q, k, v = (x.cuda() for x in (Q, K, V))  # float32
+    q, k, v = (x.cuda().double() for x in (Q, K, V))
     with (
         caplog.at_level(logging.DEBUG, logger="torch_onnx_attn"),
         pytest.warns(PerformanceWarning, match="general kernel"),

@@ -191,6 +191,12 @@ def test_models_without_a_class_of_their_own() -> None:
         enable(torch.nn.Linear(2, 2))  # type: ignore[type-var]
 
 
+def test_a_model_without_attention() -> None:
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1))
+    with pytest.raises(UnsupportedError, match="model: MambaForCausalLM: no part of it has attention that is called through"):
+        enable(model)
+
+
 def test_weights_in_the_configuration() -> None:
     model = FAMILIES["llama"].build()
     model.config.output_attentions = True
@@ -223,6 +229,9 @@ def tensors(**given: Any) -> dict[str, Any]:
         ),
         ({"attention_mask": torch.ones(5, dtype=torch.bool)}, r"attention_mask: is \[5\] of torch\.bool"),
         ({"attention_mask": torch.ones(2, 5)}, r"attention_mask: is \[2, 5\] of torch\.float32"),
+        ({"attention_mask": torch.ones(2, 1, 3, 5, dtype=torch.int64)}, r"attention_mask: is \[2, 1, 3, 5\] of torch\.int64"),
+        ({"attention_mask": torch.ones(2, 1, 3, 4, dtype=torch.bool)}, "attention_mask: its last axis is 4, and there are 5 keys"),
+        ({"attention_mask": torch.zeros(2, 1, 3, 6)}, "attention_mask: its last axis is 6, and there are 5 keys"),
         ({"attention_mask": object()}, "attention_mask: is a object; a tensor is expected"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
@@ -237,6 +246,9 @@ def test_a_mask_that_does_not_fit_is_named() -> None:
         attention(**tensors(attention_mask=torch.ones(2, 6, dtype=torch.bool)))
     with pytest.raises(UnsupportedError, match=r"attention_mask: is \[2, 3, 5\]; allowed are \[batch, tokens\]"):
         make_mask(batch_size=2, q_length=3, kv_length=5, attention_mask=torch.ones(2, 3, 5, dtype=torch.bool))
+    for rows in (1, 3):
+        with pytest.raises(UnsupportedError, match=f"attention_mask: has {rows} rows for a batch of 2"):
+            make_mask(batch_size=2, q_length=5, kv_length=5, attention_mask=torch.ones(rows, 5, dtype=torch.bool))
     with pytest.raises(TypeError, match="q_length: is missing"):
         make_mask(batch_size=2, kv_length=5)
 

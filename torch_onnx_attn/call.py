@@ -111,15 +111,23 @@ class Call:
         return {"Y": Y, "key_cache": tensors["key_cache"], "value_cache": tensors["value_cache"]}
 
     def _make_mha(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        if "past_key" not in tensors and {"present_key", "present_value"} & set(self.outputs):
-            heads = self.attributes["num_heads"]
-            head_size = tensors["query"].shape[-1] // (heads if tensors["query"].dim() == 3 else 1)
-            past = tensors["query"].new_empty(tensors["query"].shape[0], heads, 0, head_size)
-            tensors = tensors | {"past_key": past, "past_value": past}
-        made = ops.mha(**tensors, output_qk="qk" in self.outputs, **self.attributes)._asdict()
+        heads, added = self.attributes["num_heads"], {}
+        wanted = {"present_key", "present_value"} & set(self.outputs)
+        if "past_key" not in tensors and wanted and heads > 0 and tensors["query"].dim() in (3, 5):  # else the op says what is wrong
+            if self._value_has_another_head_size():  # no past can be like that: presents are what came in
+                added = _projected(tensors, heads)
+            else:
+                head_size = tensors["query"].shape[-1] // (heads if tensors["query"].dim() == 3 else 1)
+                past = tensors["query"].new_empty(tensors["query"].shape[0], heads, 0, head_size)
+                tensors = tensors | {"past_key": past, "past_value": past}
+        made = ops.mha(**tensors, output_qk="qk" in self.outputs, **self.attributes)._asdict() | added
         if made["present_key"] is None:  # a buffer that past and present share
             made |= {"present_key": tensors.get("past_key"), "present_value": tensors.get("past_value")}
         return made
+
+    def _value_has_another_head_size(self) -> bool:
+        key, value = self.tensors.get("key"), self.tensors.get("value")
+        return key is not None and value is not None and key.dim() == value.dim() == 3 and key.shape[2] != value.shape[2]
 
     def _make_tensor_scatter(self, tensors: dict[str, Any]) -> dict[str, Any]:
         return {"present_cache": ops.tensor_scatter(**tensors, **self.attributes)}
@@ -226,6 +234,15 @@ class Call:
 def _heads(x: Tensor, heads: int) -> Tensor:
     """[batch, heads, length, size] whichever layout x has."""
     return x.unflatten(2, (heads, -1)).transpose(1, 2) if x.dim() == 3 else x
+
+
+def _projected(tensors: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
+    """The presents of a MultiHeadAttention without a past: key and value with their bias, split into heads."""
+    key, value, bias = tensors["key"], tensors["value"], tensors.get("bias")
+    if bias is not None:
+        size, v_size = key.shape[2], value.shape[2]
+        key, value = key + bias[bias.numel() - v_size - size : -v_size], value + bias[-v_size:]
+    return {"present_key": _heads(key, heads), "present_value": _heads(value, heads)}
 
 
 def _scale(q: Tensor, k: Tensor, v: Tensor, scale: float, logits: Tensor) -> Scale:

@@ -8,6 +8,12 @@ from torch import Tensor
 from . import ops
 
 
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
+            raise ValueError(f"{name}: is {size!r}, must be a positive integer")
+
+
 class Attention(torch.nn.Module):
     """Multi-head attention with grouped key/value heads over ai.onnx::Attention.
 
@@ -41,11 +47,13 @@ class Attention(torch.nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads <= 0 or kv_heads <= 0 or num_heads % kv_heads:
-            raise ValueError(f"num_kv_heads: is {kv_heads}; num_heads = {num_heads} must be a positive multiple of it")
+        _check_sizes(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=kv_heads)
+        if num_heads % kv_heads:
+            raise ValueError(f"num_kv_heads: is {kv_heads}; num_heads = {num_heads} must be a multiple of it")
         if head_size is None and embed_dim % num_heads:
             raise ValueError(f"embed_dim: is {embed_dim}, which is not a multiple of num_heads = {num_heads}; give head_size")
         self.head_size = embed_dim // num_heads if head_size is None else head_size
+        _check_sizes(head_size=self.head_size)
         self.attributes = {
             "is_causal": is_causal,
             "scale": scale,
@@ -80,6 +88,8 @@ class Attention(torch.nn.Module):
             key_cache, value_cache: ``[B, Hkv, capacity, head_size]``, written in place.
             cache_lengths: int64 ``[B]``, rows in use.
         """
+        if hidden.dim() != 3:
+            raise ValueError(f"hidden: has {hidden.dim()} axes, must be [batch, rows, embed_dim]")
         Q, K, V = self._heads(self.q_proj(hidden)), self._heads(self.k_proj(hidden)), self._heads(self.v_proj(hidden))
         given = [cache is not None for cache in (key_cache, value_cache, cache_lengths)]
         if any(given):
@@ -120,7 +130,8 @@ class MultiHeadAttention(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads <= 0 or embed_dim % num_heads:
+        _check_sizes(embed_dim=embed_dim, num_heads=num_heads)
+        if embed_dim % num_heads:
             raise ValueError(f"embed_dim: is {embed_dim}, which is not a multiple of num_heads = {num_heads}")
         self.head_size = embed_dim // num_heads
         self.attributes = {
@@ -206,10 +217,7 @@ class KVCache(torch.nn.Module):
     ) -> None:
         super().__init__()
         v_head_size = head_size if v_head_size is None else v_head_size
-        sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "capacity": capacity}
-        for name, size in (sizes | {"head_size": head_size, "v_head_size": v_head_size}).items():
-            if size <= 0:
-                raise ValueError(f"{name}: is {size}, must be positive")
+        _check_sizes(layers=layers, batch=batch, kv_heads=kv_heads, capacity=capacity, head_size=head_size, v_head_size=v_head_size)
         if dtype is not None and dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise ValueError(f"dtype: is {dtype}, must be float16, bfloat16, float32 or float64")
         self.layers = layers
@@ -229,8 +237,8 @@ class KVCache(torch.nn.Module):
         return self._cache("value", layer)
 
     def _cache(self, name: str, layer: int) -> Tensor:
-        if not 0 <= layer < self.layers:
-            raise IndexError(f"layer: is {layer}, must be 0 to {self.layers - 1}")
+        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < self.layers:
+            raise IndexError(f"layer: is {layer!r}, must be 0 to {self.layers - 1}")
         cache: Tensor = getattr(self, f"{name}_{layer}")
         return cache
 
@@ -244,10 +252,16 @@ class KVCache(torch.nn.Module):
         :meth:`attend` with K and V does both by one kernel.
 
         Raises:
-            RuntimeError: naming the argument; on the CPU also if rows do not fit. On CUDA rows that do not fit are dropped.
+            ValueError: K or V does not go with the caches, or with each other; nothing is written then.
+            RuntimeError: on the CPU, if rows do not fit. On CUDA rows that do not fit are dropped.
         """
-        ops.tensor_scatter_(self.key(layer), K, self.lengths)
-        ops.tensor_scatter_(self.value(layer), V, self.lengths)
+        keys, values = self.key(layer), self.value(layer)
+        for name, new, cache in (("K", K, keys), ("V", V, values)):
+            allowed = [*cache.shape[:2], K.shape[2] if K.dim() == 4 else "rows", cache.shape[3]]
+            if new.dim() != 4 or list(new.shape) != allowed or new.dtype != cache.dtype:
+                raise ValueError(f"{name}: is {new.dtype} {list(new.shape)}, must be {cache.dtype} [{', '.join(map(str, allowed))}]")
+        ops.tensor_scatter_(keys, K, self.lengths)
+        ops.tensor_scatter_(values, V, self.lengths)
 
     def attend(
         self,
@@ -278,12 +292,14 @@ class KVCache(torch.nn.Module):
             ``[B, Hq, L, Dv]``.
 
         Raises:
-            RuntimeError: naming the argument; on the CPU also if rows do not fit. On CUDA rows that do not fit are dropped.
+            ValueError, RuntimeError: naming the argument; on the CPU also if rows do not fit. On CUDA rows that do not fit are dropped.
         """
         if (K is None) != (V is None):
             raise ValueError("K, V: must be given together, or neither")
         if Q.dim() != 4:
             raise ValueError(f"Q: has {Q.dim()} axes, must be [batch, heads, rows, head_size]")
+        if K is not None and K.dim() == 4 and K.shape[2] != Q.shape[2]:
+            raise ValueError(f"K: has {K.shape[2]} rows, must have the {Q.shape[2]} of Q")
         keys, values = self.key(layer), self.value(layer)
         attributes = {
             "is_causal": is_causal,
@@ -304,15 +320,24 @@ class KVCache(torch.nn.Module):
         Args:
             rows: how many, the same for all entries or int64 ``[batch]``: of prompts padded on the right, each prompt's length. The
                 rows behind it are overwritten by the next step.
+
+        Raises:
+            ValueError: rows is negative, no integer, or a tensor of another shape.
         """
+        if isinstance(rows, Tensor):
+            self._check_entries("rows", rows)
+        elif not isinstance(rows, int | torch.SymInt) or isinstance(rows, bool) or rows < 0:
+            raise ValueError(f"rows: is {rows!r}, must be an integer from 0 on, or int64 [batch]")
         self.lengths.add_(rows)
 
     def reset(self, entries: Tensor | None = None) -> None:
         """Forgets all sequences, or those of the batch entries given as an int64 tensor of indices."""
         if entries is None:
             self.lengths.zero_()
-        else:
-            self.lengths.index_fill_(0, entries, 0)
+            return
+        if not isinstance(entries, Tensor) or entries.dtype != torch.int64 or entries.dim() != 1:
+            raise ValueError(f"entries: is {_kind(entries)}, must be an int64 tensor of one axis")
+        self.lengths.index_fill_(0, entries, 0)
 
     def reorder(self, entries: Tensor) -> None:
         """Batch entry b continues the sequence of entry ``entries[b]``, as after a step of beam search.
@@ -320,13 +345,21 @@ class KVCache(torch.nn.Module):
         Args:
             entries: int64 ``[batch]``.
         """
-        if entries.shape != self.lengths.shape:
-            raise ValueError(f"entries: has shape {tuple(entries.shape)}, must be [batch] = {tuple(self.lengths.shape)}")
+        self._check_entries("entries", entries)
         for buffer in self.buffers():
             buffer.copy_(buffer.index_select(0, entries))
+
+    def _check_entries(self, name: str, numbers: Tensor) -> None:
+        """One whole number for each batch entry."""
+        if not isinstance(numbers, Tensor) or numbers.dtype not in (torch.int32, torch.int64) or numbers.shape != self.lengths.shape:
+            raise ValueError(f"{name}: is {_kind(numbers)}, must be an int64 tensor of shape [batch] = {list(self.lengths.shape)}")
 
     def check(self) -> None:
         """Raises RuntimeError if a sequence has outgrown the capacity. On CUDA it waits for the device: not for a captured step."""
         longest, entry = (int(number) for number in self.lengths.max(0))
         if longest > self.capacity:
             raise RuntimeError(f"lengths: entry {entry} has {longest} rows, the capacity is {self.capacity}; rows beyond it are lost")
+
+
+def _kind(value: object) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import os
 import statistics
 import time
-import zipfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import __version__
-from .bad_input import BadInput
+from . import __version__, ops
+from .archive import read_archive
+from .bad_input import BadInput, check_writable, first_line, writing
 from .call import OUTPUTS, Call
 from .explain import Plan
 from .tolerance import Allowance, Deviation, allowances, deviation, own_arithmetic
@@ -34,6 +35,7 @@ from .tolerance import Allowance, Deviation, allowances, deviation, own_arithmet
 __all__ = ["Recorded", "Recorder", "Replayed", "load", "record", "replay"]
 
 _FORMAT = 1
+_KIND = "a recorded call (`record` writes them)"
 _BITS = {torch.bfloat16: torch.int16}  # types that numpy does not have, and integers that hold their bits
 # Overload by overload: the outputs it returns, then those that it writes in place, as (output, argument).
 _RETURNS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -186,10 +188,15 @@ def record(path: str | os.PathLike[str] | None, call: int = 0) -> Iterator[Recor
     Yields:
         A :class:`Recorder`, whose ``calls`` lists the calls and whose ``saved`` says whether the file was written.
 
+    Raises:
+        BadInput: the file cannot be written, or `call` is negative.
+
     Compiled functions run eagerly meanwhile, so that their calls are seen; replays of a CUDA graph are not.
     """
     if call < 0:
         raise BadInput(f"call: is {call}; calls are counted from 0")
+    if path is not None:
+        check_writable(path)
     with torch.compiler.set_stance("force_eager"), Recorder(path, call) as recorder:
         yield recorder
 
@@ -205,7 +212,7 @@ def _save(path: str | os.PathLike[str], call: Call, outputs: dict[str, Tensor], 
             facts["tensors"][f"{kind}.{name}"] = {"dtype": str(tensor.dtype).removeprefix("torch."), "strides": list(tensor.stride())}
             tensor = tensor.contiguous()
             arrays[f"{kind}.{name}"] = tensor.view(_BITS.get(tensor.dtype, tensor.dtype)).numpy()
-    with open(path, "wb") as file:  # an open file, because numpy.savez adds .npz to other names
+    with writing(path), open(path, "wb") as file:  # an open file, because numpy.savez adds .npz to other names
         numpy.savez(file, call=numpy.array(json.dumps(facts)), **arrays)
 
 
@@ -216,27 +223,26 @@ def _save(path: str | os.PathLike[str], call: Call, outputs: dict[str, Tensor], 
 
 def load(path: str | os.PathLike[str]) -> Recorded:
     """The call in a file that :func:`record` wrote. Raises BadInput for another file."""
-    import numpy
-
+    arrays = read_archive(path, _KIND)
+    if "call" not in arrays:
+        raise BadInput(f"{path}: is not {_KIND}")
     try:
-        with numpy.load(path, allow_pickle=False) as archive:
-            facts = json.loads(str(archive["call"]))
-            arrays = {name: archive[name] for name in archive.files if name != "call"}
-    except FileNotFoundError as error:
-        raise BadInput(f"{path}: there is no such file") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, IndexError, zipfile.BadZipFile) as error:
-        raise BadInput(f"{path}: is not a recorded call (`record` writes them), or is cut short") from error
-    try:
+        facts = json.loads(str(arrays["call"]))
         if facts["format"] != _FORMAT:
-            raise BadInput(f"{path}: has format {facts['format']}; this version reads {_FORMAT}")
+            raise BadInput(f"has format {facts['format']}; this version reads {_FORMAT}")
         tensors = {name: _restore(arrays[name], facts["tensors"][name]) for name in facts["tensors"]}
         split = {kind: {name.partition(".")[2]: x for name, x in tensors.items() if name.startswith(kind)} for kind in ("input", "output")}
-        if facts["op"] not in OUTPUTS or not split["input"] or set(split["output"]) - set(OUTPUTS[facts["op"]]):
-            raise BadInput(f"{path}: holds a call of {facts['op']!r} that this version does not know")
-        call = Call(facts["op"], split["input"], facts["attributes"], tuple(split["output"]))
-        return Recorded(call, split["output"], facts["origin"])
-    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise BadInput(f"{path}: is not a whole recorded call: {str(error).splitlines()[0]}") from error
+        op, inputs, outputs = facts["op"], split["input"], split["output"]
+        if op not in OUTPUTS or not inputs or not outputs or set(outputs) - set(OUTPUTS[op]):
+            raise BadInput(f"holds a call of {op!r} that this version does not know")
+        call = Call(op, inputs, dict(facts["attributes"]), tuple(outputs))
+        inspect.signature(getattr(ops, op)).bind(**inputs, **call.attributes)  # the op itself checks the values
+        origin = {name: str(facts["origin"][name]) for name in ("name", "device", "torch", "version")}
+        return Recorded(call, outputs, origin | {"index": int(facts["origin"]["index"])})
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from error
+    except Exception as error:  # the file may hold anything at all in place of what `record` writes
+        raise BadInput(f"{path}: is not a whole recorded call: {first_line(error)}") from error
 
 
 def _restore(array: Any, facts: dict[str, Any]) -> Tensor:

@@ -106,7 +106,7 @@ def reason_of_tensors(*tensors: Tensor | None) -> str | None:
 
 def _reason_of_surroundings(tensors: list[Tensor]) -> str | None:
     """What only eager code can be inside of."""
-    if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return "torch.jit.trace and torch.onnx.export(dynamo=False) are not supported"
     if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors if isinstance(tensor, Tensor)):
         return "a torch.func transform is at work, for which these ops have no rules"

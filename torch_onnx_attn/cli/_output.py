@@ -1,4 +1,7 @@
-"""What the commands share: tables, JSON, progress bars, and the arguments that several of them have."""
+"""What the commands share: tables, JSON, progress bars, and the arguments that several of them have.
+
+A reader of the standard output that has had enough, such as `head`, ends no command: the rest goes nowhere, so that the exit code is right.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,46 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch_onnx_attn.bad_input import BadInput
+from torch_onnx_attn.bad_input import BadInput, first_line
 
-__all__ = ["add_machine", "device", "dimensions", "machine", "names", "number", "plain", "print_json", "progress", "say", "short", "table"]
+__all__ = [
+    *("add_inputs", "add_machine", "device", "dimensions", "machine", "names", "number", "plain", "print_json", "progress", "say", "seed"),
+    *("short", "table", "visible", "write"),
+]
+
+_NARROWEST_COLUMN = 10  # characters; a table with less for a column is no help
 
 
 def print_json(value: Any) -> None:
     """One document on the standard output. Infinities and NaN, which JSON does not have, become text."""
-    print(json.dumps(plain(value), indent=2))
+    write(json.dumps(plain(value), indent=2))
+
+
+def write(text: str) -> None:
+    """Text and a line break on the standard output."""
+    with _output_may_end():
+        print(text, flush=True)
+
+
+@contextlib.contextmanager
+def _output_may_end() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        _discard()
+    except OSError as error:
+        _discard()
+        raise BadInput(f"the standard output cannot be written: {error.strerror}") from error
+
+
+def _discard() -> None:
+    """What was and will be written to the standard output goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def plain(value: Any) -> Any:
@@ -37,22 +68,37 @@ def plain(value: Any) -> Any:
     return value
 
 
+def visible(text: str) -> str:
+    """The text with what would break a line or steer a terminal written out. Names in models can hold anything."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+
+
 def say(text: str = "") -> None:
     """One line for people."""
-    _console().print(text, markup=False, highlight=False, soft_wrap=True)
+    with _output_may_end():
+        _console().print(visible(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table for people, as wide as the terminal, or as wide as it needs where there is none."""
+    """A table for people, as wide as the terminal, or as wide as it needs where there is none; lines if the terminal is narrow."""
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(title=title, title_justify="left")
+    console = _console()
+    if console.width < _NARROWEST_COLUMN * len(columns):
+        say(title)
+        for row in rows:
+            for column, cell in zip(columns, row, strict=True):
+                say(f"  {column}: {cell}")
+            say()
+        return
+    made = Table(title=visible(title), title_justify="left")
     for column in columns:
         made.add_column(column, overflow="fold")
     for row in rows:
-        made.add_row(*(Text(cell) for cell in row))
-    _console().print(made)
+        made.add_row(*(Text(visible(cell)) for cell in row))
+    with _output_may_end():
+        console.print(made)
 
 
 def _console() -> Any:
@@ -61,7 +107,12 @@ def _console() -> Any:
         from rich.console import Console
     except ImportError as error:
         raise BadInput("this command needs rich: pip install rich (or the extra torch-onnx-attn[onnx]); --json works without") from error
-    return Console(width=None if sys.stdout.isatty() else 160)
+
+    class Lasting(Console):
+        def on_broken_pipe(self) -> None:  # rich would end the program, with the exit code of a deviation
+            _discard()
+
+    return Lasting(width=None if sys.stdout.isatty() else 160)
 
 
 @contextlib.contextmanager
@@ -115,14 +166,31 @@ def dimensions(pairs: Sequence[str]) -> dict[str, int]:
 
 
 def device(name: str) -> str:
-    """A device that is there."""
+    """A device that is there and that the ops run on."""
     import torch
 
     try:
+        kind = torch.device(name).type
         torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise BadInput(f"--device {name}: is not available here: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # each kind of device has its own way to be absent
+        raise BadInput(f"--device {name}: is not available here: {first_line(error)}") from error
+    if kind not in ("cpu", "cuda"):
+        raise BadInput(f"--device {name}: must be cpu or cuda")
     return name
+
+
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """What a model is run with."""
+    parser.add_argument("--inputs", metavar="FILE.npz", help="arrays by the names of the model's inputs; what is missing is made up")
+    parser.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="size of a symbolic dimension of made-up inputs")
+    parser.add_argument("--seed", type=int, default=0, help="of made-up inputs")
+
+
+def seed(value: int) -> int:
+    """What --seed says."""
+    if value < 0:
+        raise BadInput(f"--seed {value}: must be 0 or more")
+    return value
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:

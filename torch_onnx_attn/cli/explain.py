@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 _OPS = ("attention", "attention_cached", "mha")
+_DTYPES = ("float16", "bfloat16", "float32", "float64", "bool", "int8", "int16", "int32", "int64", "uint8")
 _INTEGERS = {
     "nonpad_kv_seqlen": "int64",
     "cache_lengths": "int64",
@@ -71,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         _output.say("append     past or new rows are written by a kernel of their own first")
     if plan.separate_bias:
         _output.say("bias       biased keys and values are stored in the workspace first")
+    if plan.separate_scores:
+        _output.say("scores     the scores output is written by a kernel of its own afterwards")
     _output.say(f"workspace  {plan.workspace_bytes} bytes")
     return 0
 
@@ -101,8 +104,11 @@ def _tensor(name: str, text: str, dtype: str) -> torch.Tensor:
     shape, colon, named = text.partition(":")
     if not re.fullmatch(r"\d+(x\d+)*", shape):
         raise BadInput(f"{name}={text}: must be a shape such as 2x8x128x64, with :bfloat16 or another type behind it")
-    chosen = getattr(torch, named if colon else _INTEGERS.get(name, dtype), None)
-    if not isinstance(chosen, torch.dtype):
-        raise BadInput(f"{name}={text}: {named or dtype} is no type of torch")
-    sizes = [int(size) for size in shape.split("x")]
-    return torch.zeros(sizes, dtype=chosen) if name in _INTEGERS else torch.empty(sizes, dtype=chosen)
+    type_name = named if colon else _INTEGERS.get(name, dtype)
+    if type_name not in _DTYPES:
+        raise BadInput(f"{name}={text}: {type_name!r} is none of {', '.join(_DTYPES)}")
+    sizes, chosen = [int(size) for size in shape.split("x")], getattr(torch, type_name)
+    try:
+        return torch.zeros(sizes, dtype=chosen) if name in _INTEGERS else torch.empty(sizes, dtype=chosen)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise BadInput(f"{name}={text}: is more than this machine has memory for") from error

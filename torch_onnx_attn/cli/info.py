@@ -15,6 +15,8 @@ from typing import Any
 
 import torch_onnx_attn
 
+from . import _output
+
 _PACKAGES = ("torch", "numpy", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "transformers", "rich", "matplotlib")
 _VARIABLES = ("TORCH_ONNX_ATTN_LOG", "TORCH_ONNX_ATTN_KERNEL", "TORCH_ONNX_ATTN_LIB")
 
@@ -26,14 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     found = _information()
     if arguments.json:
-        import json
-
-        print(json.dumps(found, indent=2))
+        _output.print_json(found)
     else:
         for section, facts in found.items():
-            print(section)
+            _output.write(section)
             for name, value in facts.items():
-                print(f"  {name:28}{value}")
+                _output.write(f"  {name:28}{value}")
     return 0 if found["torch_onnx_attn"]["works"] == "yes" else 2
 
 

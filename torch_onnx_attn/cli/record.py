@@ -55,10 +55,16 @@ def _run_program(program: str, arguments: list[str]) -> None:
     sys.argv, sys.path[0] = [program, *arguments], os.path.dirname(os.path.abspath(program))
     try:
         runpy.run_path(program, run_name="__main__")
-    except SystemExit:
-        pass
-    except Exception as error:
-        traceback.print_exc()
+    except SystemExit as ended:
+        if isinstance(ended.code, str):  # a last word, which Python would print
+            print(ended.code, file=sys.stderr)
+    except (BadInput, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename != program:  # ours and Python's
+            frames = frames.tb_next
+        traceback.print_exception(error.with_traceback(frames))
         raise BadInput(f"{program}: ended with {type(error).__name__}") from error
     finally:
         sys.argv, sys.path[0] = before

@@ -8,6 +8,7 @@ do not agree. Exit code 2: there is nothing that could be replaced.
 from __future__ import annotations
 
 import argparse
+import logging
 
 from . import _output
 
@@ -15,9 +16,7 @@ from . import _output
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="an ONNX file")
     parser.add_argument("output", help="where to write the new model")
-    parser.add_argument("--inputs", metavar="FILE.npz", help="arrays by the names of the model's inputs; what is missing is made up")
-    parser.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="size of a symbolic dimension of made-up inputs")
-    parser.add_argument("--seed", type=int, default=0, help="of made-up inputs")
+    _output.add_inputs(parser)
     parser.add_argument(
         "--unpadded",
         action="store_true",
@@ -28,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from torch_onnx_attn.models.rewrite import rewrite_file
 
+    logging.getLogger("onnx_ir").setLevel(logging.CRITICAL)  # it warns of what the report or the error says
     with _output.progress(arguments.json) as progress:
         report = rewrite_file(
             arguments.model,
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.inputs,
             sizes=_output.dimensions(arguments.dim),
             unpadded=arguments.unpadded,
-            seed=arguments.seed,
+            seed=_output.seed(arguments.seed),
             progress=progress,
         )
     if arguments.json:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from torch_onnx_attn.bad_input import check_writable
+
 from . import _output
 
 if TYPE_CHECKING:
@@ -17,9 +19,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="an ONNX file")
-    parser.add_argument("--inputs", metavar="FILE.npz", help="arrays by the names of the model's inputs; what is missing is made up")
-    parser.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="size of a symbolic dimension of made-up inputs")
-    parser.add_argument("--seed", type=int, default=0, help="of made-up inputs")
+    _output.add_inputs(parser)
     parser.add_argument("--node", action="append", default=[], metavar="NAME", help="check this node only; may be repeated")
     parser.add_argument("--device", default="cpu", help="where this package's op runs: cpu (default) or cuda")
     parser.add_argument(
@@ -39,6 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.report:
         from torch_onnx_attn.models import report  # so that a missing matplotlib is noticed before the work
+
+        check_writable(arguments.report)
     device = _output.device(arguments.device)
     with _output.progress(arguments.json) as progress:
         result = verify(
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
             sizes=_output.dimensions(arguments.dim),
             only=arguments.node,
             oracles=[name for name in ORACLES if name not in arguments.without],
-            seed=arguments.seed,
+            seed=_output.seed(arguments.seed),
             keep_errors=bool(arguments.report),
             progress=progress,
         )

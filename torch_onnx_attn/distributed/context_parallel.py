@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .agreement import agree, shape_and_type, values
 from .blocks import Sight, against_all_keys, right_bound, ring_calls
-from .checks import check_attributes, check_heads, check_mask
+from .checks import check_attributes, check_heads, check_mask, check_on
 from .merge import Merged
-from .sequence import check_order, group_of, natural_order, rank_order, start_gather
+from .sequence import as_bytes, check_order, forward_only, group_of, natural_order, never_compiled, rank_order, start_gather
 from .split import Split
 from .watch import expected_call
 
 
+@never_compiled
 def context_parallel_attention(
     Q: Tensor,
     K: Tensor,
@@ -57,38 +60,61 @@ def context_parallel_attention(
         ``[B, Hq, l, Dv]`` in Q's dtype. For the ring, parts are rounded to that dtype before they are merged in float32.
 
     Raises:
-        RuntimeError: naming the argument, what was given and what is allowed. A rank that fails or stalls shows on the others as an
-            error of the process group, at the latest after its timeout.
+        RuntimeError: naming the argument, what was given and what is allowed. On gloo groups, and elsewhere under
+            ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, on every rank, also where ranks were given different arguments. A rank that stalls or
+            dies shows on the others as an error of the process group, at the latest after its timeout.
     """
-    if method not in _METHODS:
-        raise RuntimeError(f"method: is {method!r}; allowed are {', '.join(map(repr, _METHODS))}")
-    check_order(order)
-    check_heads(Q, K, V)
-    for name, tensor in (("Q", Q), ("K", K)):
-        if order == "zigzag" and tensor.shape[2] % 2:
-            raise RuntimeError(f"{name}: has {tensor.shape[2]} rows on this rank; zigzag order needs an even number")
-    attributes = {"scale": scale, "softcap": softcap, "softmax_precision": softmax_precision}
-    check_attributes(attributes, left_window_size, right_window_size)
     group = group_of(mesh)
     ranks = dist.get_world_size(group)
-    q_len, kv_len = ranks * Q.shape[2], ranks * K.shape[2]
-    if attn_mask is not None:
-        check_mask(attn_mask, Q, kv_len)
-    if nonpad_kv_seqlen is not None:
-        nonpad_kv_seqlen = _checked_lengths(nonpad_kv_seqlen, Q.shape[0], kv_len)
-    sight = Sight(q_len, kv_len, left_window_size, right_bound(is_causal, right_window_size), nonpad_kv_seqlen is not None)
-    split = Split(Q, K, V, attn_mask, nonpad_kv_seqlen, sight, attributes, order, group, dist.get_rank(group), ranks)
-    with expected_call():
-        return _METHODS[method](split)
+    attributes = {"scale": scale, "softcap": softcap, "softmax_precision": softmax_precision}
+
+    def check() -> dict[str, Any]:
+        if method not in _METHODS:
+            raise RuntimeError(f"method: is {method!r}; allowed are {', '.join(map(repr, _METHODS))}")
+        check_order(order)
+        check_heads(Q, K, V, group)
+        for name, tensor in (("Q", Q), ("K", K)):
+            if order == "zigzag" and tensor.shape[2] % 2:
+                raise RuntimeError(f"{name}: has {tensor.shape[2]} rows on this rank; zigzag order needs an even number")
+        if method == "ulysses":
+            _check_ulysses(Q.shape[1], K.shape[1], ranks)
+        check_attributes(attributes, left_window_size, right_window_size)
+        if attn_mask is not None:
+            check_mask(attn_mask, Q, ranks * K.shape[2])
+        if nonpad_kv_seqlen is not None:
+            _check_lengths(nonpad_kv_seqlen, Q, ranks * K.shape[2])
+        tensors = {"Q": Q, "K": K, "V": V, "attn_mask": attn_mask}
+        windows = {"left_window_size": left_window_size, "right_window_size": right_window_size, "is_causal": bool(is_causal)}
+        same = {"method": method, "order": order, "nonpad_kv_seqlen": values(nonpad_kv_seqlen), **attributes, **windows}
+        return {name: shape_and_type(tensor) for name, tensor in tensors.items()} | same
+
+    def attend() -> Tensor:
+        if Q.numel() == 0 or K.numel() == 0:  # on every rank: sizes are the same
+            return Q.new_zeros((*Q.shape[:3], V.shape[3]))
+        kv_len = ranks * K.shape[2]
+        lengths = None if nonpad_kv_seqlen is None else nonpad_kv_seqlen.clamp(0, kv_len)  # as the op on CUDA, but for the whole
+        sight = Sight(ranks * Q.shape[2], kv_len, left_window_size, right_bound(is_causal, right_window_size), lengths is not None)
+        split = Split(Q, K, V, attn_mask, lengths, sight, attributes, order, group, dist.get_rank(group), ranks)
+        with expected_call():
+            return _METHODS[method](split)
+
+    agree(group, "context_parallel_attention", check)
+    return forward_only(attend, Q, K, V, *(() if attn_mask is None else (attn_mask,)))
 
 
-def _checked_lengths(lengths: Tensor, batch: int, kv_len: int) -> Tensor:
-    """The lengths, in range: on the CPU the op would raise, on CUDA it would clamp, so that is done here for the whole sequence."""
-    if lengths.shape != (batch,) or lengths.dtype != torch.int64:
-        raise RuntimeError(f"nonpad_kv_seqlen: is {lengths.dtype} {list(lengths.shape)}; it must be int64 [{batch}]")
+def _check_lengths(lengths: Tensor, Q: Tensor, kv_len: int) -> None:
+    check_on("nonpad_kv_seqlen", lengths, Q)
+    if lengths.shape != Q.shape[:1] or lengths.dtype != torch.int64:
+        raise RuntimeError(f"nonpad_kv_seqlen: is {lengths.dtype} {list(lengths.shape)}; it must be int64 [{Q.shape[0]}]")
     if not lengths.is_cuda and bool(((lengths < 0) | (lengths > kv_len)).any()):
         raise RuntimeError(f"nonpad_kv_seqlen: is {lengths.tolist()}; allowed are 0 to {kv_len}, the rows of K on all ranks")
-    return lengths.clamp(0, kv_len)
+
+
+def _check_ulysses(q_heads: int, kv_heads: int, ranks: int) -> None:
+    if q_heads % ranks:
+        raise RuntimeError(f"method: 'ulysses' needs query heads that are a multiple of the {ranks} ranks, but Q has {q_heads}")
+    if kv_heads and kv_heads % ranks and ranks % kv_heads:
+        raise RuntimeError(f"method: 'ulysses' needs key heads that are a multiple or a divisor of the {ranks} ranks, but K has {kv_heads}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -121,12 +147,7 @@ def _empty(split: Split, rows: int) -> Tensor:
 
 def _by_ulysses(split: Split) -> Tensor:
     """All rows of some heads in place of some rows of all heads: any feature of the op, as on one rank."""
-    q_heads, kv_heads, ranks = split.Q.shape[1], split.K.shape[1], split.ranks
-    if q_heads % ranks:
-        raise RuntimeError(f"method: 'ulysses' needs query heads that are a multiple of the {ranks} ranks, but Q has {q_heads}")
-    if kv_heads % ranks and ranks % kv_heads:
-        raise RuntimeError(f"method: 'ulysses' needs key heads that are a multiple or a divisor of the {ranks} ranks, but K has {kv_heads}")
-    copies = max(1, ranks // kv_heads)
+    copies = max(1, split.ranks // split.K.shape[1])
     keys, values = (x if copies == 1 else x.repeat_interleave(copies, 1) for x in (split.K, split.V))
     Q, K, V = (_rows_for_heads(tensor, split) for tensor in (split.Q, keys, values))
     sight = split.sight
@@ -146,16 +167,21 @@ def _by_ulysses(split: Split) -> Tensor:
 def _rows_for_heads(tensor: Tensor, split: Split) -> Tensor:
     """[B, H, l, D] on each rank to [B, H / n, L, D], a view whose outermost axis in memory is the rows."""
     sent = tensor.unflatten(1, (split.ranks, -1)).permute(1, 3, 0, 2, 4).contiguous()  # [n, l, B, H / n, D]
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=split.group)
+    received = _all_to_all(sent, split.group)
     return natural_order(received.flatten(0, 1), split.ranks, split.order).permute(1, 2, 0, 3)
+
+
+def _all_to_all(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Piece r of the outermost axis goes to rank r, and the pieces from the ranks come in their place."""
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=group)
+    return received
 
 
 def _heads_for_rows(Y: Tensor, split: Split) -> Tensor:
     """[B, H / n, L, D] on each rank to [B, H, l, D]."""
     sent = rank_order(Y.permute(2, 0, 1, 3), split.ranks, split.order).contiguous()  # [L, B, H / n, D]
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=split.group)
+    received = _all_to_all(sent, split.group)
     heads: Tensor = received.unflatten(0, (split.ranks, -1)).permute(2, 0, 3, 1, 4).flatten(1, 2)
     return heads
 
@@ -168,12 +194,9 @@ def _mask_of_my_heads(attn_mask: Tensor, split: Split) -> Tensor:
         return mask
     if mask.shape[1] > 1 and not has_rows:
         return mask.chunk(split.ranks, 1)[split.rank]
-    as_bytes = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     if mask.shape[1] > 1:
-        moved = _rows_for_heads(as_bytes, split)
-    else:
-        moved = _wait_for_rows(start_gather(as_bytes.permute(2, 0, 1, 3), split.group), split).permute(1, 2, 0, 3)
-    return moved.contiguous().view(mask.dtype)
+        return _rows_for_heads(mask, split)
+    return _wait_for_rows(start_gather(mask.permute(2, 0, 1, 3), split.group), split).permute(1, 2, 0, 3)
 
 
 def _by_ring(split: Split) -> Tensor:

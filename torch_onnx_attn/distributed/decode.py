@@ -7,18 +7,22 @@ ranks, so that every rank holds, and reads, the same share of a sequence of any 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .checks import check_attributes, check_heads, check_mask
-from .merge import merge_over_ranks
-from .sequence import group_of
+from .agreement import agree, shape_and_type, values
+from .blocks import right_bound
+from .checks import check_attributes, check_heads, check_mask, check_on, check_plain, check_written
+from .merge import merged_over_group
+from .sequence import forward_only, group_of, never_compiled
 from .watch import expected_call
 
 
+@never_compiled
 def context_parallel_cached(
     Q: Tensor,
     K: Tensor,
@@ -60,38 +64,43 @@ def context_parallel_cached(
         ``[B, Hq, L, Dv]`` in Q's dtype.
 
     Raises:
-        RuntimeError: naming the argument, what was given and what is allowed.
+        RuntimeError: naming the argument, what was given and what is allowed, before anything is written. Between ranks as for
+            :func:`context_parallel_attention`.
     """
     group = group_of(mesh)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     attributes = {"scale": scale, "softcap": softcap, "softmax_precision": softmax_precision}
-    check_heads(Q, K, V)
-    check_attributes(attributes, left_window_size, right_window_size)
-    _check_caches(Q, K, V, key_cache, value_cache, cache_lengths, block_size, ranks)
-    if attn_mask is not None:
-        check_mask(attn_mask, Q, ranks * key_cache.shape[2])
 
-    start = cache_lengths.to(torch.int64)
-    valid = _append(((key_cache, K), (value_cache, V)), start, rank, ranks, block_size)
-    right = 0 if is_causal else right_window_size
-    is_windowed = left_window_size >= 0 or (right >= 0 and Q.shape[2] > 1)
-    mask = None
-    if attn_mask is not None or is_windowed:
-        positions = positions_of(torch.arange(key_cache.shape[2], device=Q.device), rank, ranks, block_size)
-        mask = None if attn_mask is None else _columns_at(attn_mask, positions)
-        if is_windowed:
-            mask = _within(mask, start, positions, Q.shape[2], left_window_size, right)
-    with expected_call():
-        Y, lse = torch.ops.onnx_attn.attention.lse(
-            Q,
-            key_cache,
-            value_cache,
-            mask,
-            nonpad_kv_seqlen=valid,
-            return_lse=True,
-            **attributes,
-        )
-    return merge_over_ranks(Y, lse, group)
+    def check() -> dict[str, Any]:
+        check_heads(Q, K, V, group)
+        check_attributes(attributes, left_window_size, right_window_size)
+        _check_caches(Q, K, V, key_cache, value_cache, cache_lengths, block_size, ranks)
+        if attn_mask is not None:
+            check_mask(attn_mask, Q, ranks * key_cache.shape[2])
+        tensors = {"Q": Q, "K": K, "V": V, "key_cache": key_cache, "value_cache": value_cache, "attn_mask": attn_mask}
+        windows = {"left_window_size": left_window_size, "right_window_size": right_window_size, "is_causal": bool(is_causal)}
+        same = {"cache_lengths": values(cache_lengths), "block_size": block_size, **attributes, **windows}
+        return {name: shape_and_type(tensor) for name, tensor in tensors.items()} | same
+
+    def attend() -> Tensor:
+        start = cache_lengths.to(torch.int64)
+        valid = _append(((key_cache, K), (value_cache, V)), start, rank, ranks, block_size)
+        right = right_bound(is_causal, right_window_size)
+        is_windowed = left_window_size >= 0 or (right >= 0 and Q.shape[2] > 1)
+        mask = None
+        if attn_mask is not None or is_windowed:
+            positions = positions_of(torch.arange(key_cache.shape[2], device=Q.device), rank, ranks, block_size)
+            mask = None if attn_mask is None else _columns_at(attn_mask, positions)
+            if is_windowed:
+                mask = _within(mask, start, positions, Q.shape[2], left_window_size, right)
+        with expected_call():
+            Y, lse = torch.ops.onnx_attn.attention.lse(
+                Q, key_cache, value_cache, mask, nonpad_kv_seqlen=valid, return_lse=True, **attributes
+            )
+        return merged_over_group(Y, lse, group)
+
+    agree(group, "context_parallel_cached", check)
+    return forward_only(attend, Q, K, V, *(() if attn_mask is None else (attn_mask,)))
 
 
 def positions_of(row: Tensor, rank: int, ranks: int, block_size: int) -> Tensor:
@@ -103,6 +112,11 @@ def shard_cache(cache: Tensor, mesh: DeviceMesh | dist.ProcessGroup, *, block_si
     """This rank's positions of a cache ``[B, Hkv, n * C, D]`` that every rank has in full: ``[B, Hkv, C, D]``."""
     group = group_of(mesh)
     ranks = dist.get_world_size(group)
+    check_plain("cache", cache)
+    if cache.dim() != 4:
+        raise RuntimeError(f"cache: has shape {list(cache.shape)}; it must have 4 axes, [batch, heads, rows, head size]")
+    if block_size < 1:
+        raise RuntimeError(f"block_size: is {block_size}; it must be positive")
     if cache.shape[2] % (ranks * block_size):
         raise RuntimeError(f"cache: has {cache.shape[2]} rows; it must be a multiple of {ranks} ranks times block_size = {block_size}")
     row = torch.arange(cache.shape[2] // ranks, device=cache.device)
@@ -113,6 +127,7 @@ def _check_caches(
     Q: Tensor, K: Tensor, V: Tensor, key_cache: Tensor, value_cache: Tensor, cache_lengths: Tensor, block_size: int, ranks: int
 ) -> None:
     for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check_plain(name, tensor)
         if tensor.dim() != 4 or tensor.device != Q.device:
             given = f"{list(tensor.shape)} on {tensor.device}"
             raise RuntimeError(f"{name}: is {given}; it must be [batch, heads, rows, head size] on {Q.device}, like Q")
@@ -125,6 +140,7 @@ def _check_caches(
         raise RuntimeError(f"Q: has {Q.shape[2]} rows, but K has {rows}; they must be the same new rows")
     if not 0 < rows <= capacity:
         raise RuntimeError(f"K: has {rows} new rows; allowed are 1 to {capacity}, the rows of key_cache on each rank")
+    check_on("cache_lengths", cache_lengths, Q)
     if cache_lengths.shape != Q.shape[:1] or cache_lengths.dtype not in (torch.int64, torch.int32):
         given = f"{cache_lengths.dtype} {list(cache_lengths.shape)}"
         raise RuntimeError(f"cache_lengths: is {given}; it must be int64 or int32 [{Q.shape[0]}]")
@@ -132,6 +148,9 @@ def _check_caches(
         if cache.dtype != new.dtype or cache.shape[:2] != new.shape[:2] or cache.shape[3] != new.shape[3]:
             given = f"is {cache.dtype} {list(cache.shape)}, but {source} is {new.dtype} {list(new.shape)}"
             raise RuntimeError(f"{name}: {given}; all but the rows must agree")
+    read = {"Q": Q, "K": K, "V": V}
+    check_written("key_cache", key_cache, {"value_cache": value_cache, **read})
+    check_written("value_cache", value_cache, read)
     whole = ranks * capacity
     if not cache_lengths.is_cuda and bool(((cache_lengths < 0) | (cache_lengths + rows > whole)).any()):
         raise RuntimeError(f"cache_lengths: is {cache_lengths.tolist()}; with {rows} new rows they must be 0 to {whole - rows}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .sequence import all_gather, group_of
+from .agreement import agree, shape_and_type
+from .checks import FLOATING, check_plain, check_sent
+from .sequence import all_gather, forward_only, group_of, never_compiled
 
 
 class Merged:
@@ -31,9 +35,10 @@ class Merged:
         if self.Y is None:
             self.Y = Y.new_zeros(self.shape, dtype=self.sums)
         old, new = self.lse[:, :, q_begin:q_end], lse.to(self.sums)
-        # Both -inf: no key so far, and inf - inf says nothing.
-        weight = torch.sigmoid(new - old).nan_to_num(nan=0.0)
-        self.Y[:, :, q_begin:q_end].lerp_(Y.to(self.sums), weight[..., None])
+        # No key in this part: inf - inf would say nothing. Any other NaN is the inputs' own and stays one.
+        weight = torch.sigmoid(new - old).masked_fill_(new == float("-inf"), 0.0)[..., None]
+        # Not lerp: the difference of two results is no number where one is infinite.
+        self.Y[:, :, q_begin:q_end].mul_(1 - weight).addcmul_(Y, weight)
         old.copy_(torch.logaddexp(old, new))
 
     def result(self) -> Tensor:
@@ -43,6 +48,7 @@ class Merged:
         return self.Y.to(self.dtype)
 
 
+@never_compiled
 def merge_over_ranks(Y: Tensor, lse: Tensor, mesh: DeviceMesh | dist.ProcessGroup) -> Tensor:
     """Attention over the keys of all ranks from each rank's attention over its own: one small all-gather.
 
@@ -53,12 +59,32 @@ def merge_over_ranks(Y: Tensor, lse: Tensor, mesh: DeviceMesh | dist.ProcessGrou
         mesh: a mesh with one dimension, or a process group.
 
     Returns:
-        ``[B, Hq, L, Dv]`` in Y's dtype. Rows without an allowed key on any rank are 0.
+        ``[B, Hq, L, Dv]`` in Y's dtype. Rows without an allowed key on any rank are 0. Forward only, as the ops are.
+
+    Raises:
+        RuntimeError: naming the argument, what was given and what is allowed.
     """
     group = group_of(mesh)
+
+    def check() -> dict[str, Any]:
+        check_sent("Y", Y, group)
+        check_plain("lse", lse)
+        if Y.dim() != 4 or Y.dtype not in FLOATING:
+            raise RuntimeError(f"Y: is {shape_and_type(Y)}; it must be floating, [batch, heads, rows, head size]")
+        if lse.shape != Y.shape[:3] or lse.dtype != torch.float32 or lse.device != Y.device:
+            raise RuntimeError(f"lse: is {shape_and_type(lse)} on {lse.device}; it must be torch.float32 {list(Y.shape[:3])} on {Y.device}")
+        return {"Y": shape_and_type(Y)}
+
+    agree(group, "merge_over_ranks", check)
+    return forward_only(lambda: merged_over_group(Y, lse, group), Y, lse)
+
+
+def merged_over_group(Y: Tensor, lse: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """As :func:`merge_over_ranks`, for arguments that have been checked."""
     sums = torch.float64 if Y.dtype == torch.float64 else torch.float32
     mine = torch.cat((Y, lse.to(sums)[..., None]), -1)  # in the wider type of the two
     parts = mine.new_empty((dist.get_world_size(group), *mine.shape))
-    all_gather(parts.flatten(0, 1), mine, group)
-    weights = parts[..., -1:].softmax(0).nan_to_num(nan=0.0)  # NaN: every part is -inf
+    all_gather(parts, mine, group)
+    sizes = parts[..., -1:]
+    weights = sizes.softmax(0).masked_fill_(sizes == float("-inf"), 0.0)  # where every part is -inf, softmax is NaN
     return (parts[..., :-1] * weights).sum(0).to(Y.dtype)

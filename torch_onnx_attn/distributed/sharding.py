@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .watch import expected_call
-from .ways import WAYS, Given, Part, Way, Ways
+from .ways import WAYS, Given, Part, Way, Ways, is_open
 
 WHOLE = Way(1, {}, (None,) * 8)
 
@@ -43,7 +43,8 @@ class Rule:
         with torch.no_grad(), expected_call():  # derivatives are the autograd kernel's, which is above
             tensors = _on_one_mesh({name: value for name, value in given.items() if isinstance(value, Tensor)})
             mesh = next(iter(tensors.values())).device_mesh
-            chosen = _choose(op, self.ways(given), tensors, mesh, self.written)
+            ways = {name: way for name, way in self.ways(given).items() if is_open(way, given)}
+            chosen = _choose(op, ways, tensors, mesh, self.written)
             local = given | {name: _local(tensor, [_placement(way, name) for way in chosen]) for name, tensor in tensors.items()}
             for way in {id(way): way for way in chosen}.values():
                 local = way.localize(local, _part(way, chosen, mesh))
@@ -66,6 +67,8 @@ def _refuse_backward(_class: type, op: Any, _types: Any, args: Sequence[Any], _k
 
 def _on_one_mesh(tensors: dict[str, Any]) -> dict[str, DTensor]:
     mesh = next(tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor))
+    if mesh.get_coordinate() is None:
+        raise RuntimeError(f"{' and '.join(tensors)}: lie on {mesh}, which rank {torch.distributed.get_rank()} is not in")
     distributed = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
@@ -100,7 +103,7 @@ def _choose(op: Any, ways: Ways, tensors: dict[str, DTensor], mesh: DeviceMesh, 
             found = ", ".join(f"{name} {tensors[name].placements}" for name in sorted(written))
             raise RuntimeError(
                 f"{names}: cannot be written in place as sharded ({found}) on mesh dimension {dimension} of size {mesh.size(dimension)}; "
-                f"{op} splits along {' or '.join(ways)}, with the same placement for every cache"
+                f"{op} splits along {' or '.join(ways) or 'nothing, as sizes disagree'}, with the same placement for every cache"
             )
         chosen.append(min(costs, key=lambda cost: cost[0])[1])
     return chosen

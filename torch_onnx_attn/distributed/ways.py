@@ -40,6 +40,22 @@ class Way:
 
 
 Ways = dict[str, Way]
+BROADCAST = ("attn_mask", "attention_bias")  # an axis of 1 serves everyone, so that a piece of 1 would too
+
+
+def is_open(way: Way, given: Given) -> bool:
+    """Whether sizes along the axes that this way splits belong together, so that every rank's part is legal only if the whole is.
+
+    A call whose sizes disagree goes whole to every rank, where the op says what is wrong; cut, it could be legal on some of them.
+    """
+    for name, axis in way.inputs.items():
+        tensor = given[name]
+        if axis >= tensor.dim():
+            return False
+        size = tensor.shape[axis]
+        if size != way.size and (way.divisor is None or name in BROADCAST or size % way.divisor):
+            return False
+    return True
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -118,16 +134,29 @@ def _mha(given: Given, extra_outputs: int = 0) -> Ways:
             local["bias"] = _bias_of_heads(local["bias"], given, part)
         return local
 
-    return {
-        "batch": Way(query.shape[0], batch, (0,) * (1 + extra_outputs), groups, localize_batch),
-        "heads": Way(num_heads, heads, (2,) + (1,) * extra_outputs, num_heads, localize_heads),
-    }
+    ways = {"batch": Way(query.shape[0], batch, (0,) * (1 + extra_outputs), groups, localize_batch)}
+    if num_heads > 0 and _has_bias_of_heads(given):
+        ways["heads"] = Way(num_heads, heads, (2,) + (1,) * extra_outputs, num_heads, localize_heads)
+    return ways
+
+
+def _has_bias_of_heads(given: Given) -> bool:
+    """Whether the projection bias, if there is one, can be cut into heads."""
+    bias, query = given.get("bias"), given["query"]
+    if bias is None or bias.dim() != 1:
+        return bias is None
+    v_hidden = bias.shape[0] - 2 * _hidden(query, given["num_heads"])
+    return bool(v_hidden > 0 and v_hidden % given["num_heads"] == 0)
+
+
+def _hidden(query: Tensor, num_heads: int) -> int:
+    """Columns of all heads of a query [batch, rows, hidden] or [batch, rows, heads, 3, head_size]."""
+    return num_heads * query.shape[4] if query.dim() == 5 else query.shape[-1]
 
 
 def _bias_of_heads(bias: Tensor, given: Given, part: Part) -> Tensor:
     """The projection bias [hidden + hidden + v_hidden] of some heads: a piece of each of the three."""
-    query = given["query"]
-    hidden = given["num_heads"] * query.shape[4] if query.dim() == 5 else query.shape[2]
+    hidden = _hidden(given["query"], given["num_heads"])
     pieces = bias.split([hidden, hidden, bias.shape[0] - 2 * hidden])
     return torch.cat([piece.chunk(part.count)[part.index] for piece in pieces])
 
@@ -139,6 +168,8 @@ def _bias_of_heads(bias: Tensor, given: Given, part: Part) -> Tensor:
 def _tensor_scatter(given: Given, cache: str, outputs: int) -> Ways:
     """Any axis but the one that is written along."""
     tensor = given[cache]
+    if tensor.dim() == 0:
+        return {}
     written = given.get("axis", -2) % tensor.dim()
     ways = {}
     for axis in range(tensor.dim()):

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..bad_input import BadInput
-from .packages import first_line, onnx
+from .packages import first_line, ir, onnx
 
-__all__ = ["all_graphs", "open_model", "with_weights"]
+__all__ = ["all_graphs", "external_files", "open_model", "with_weights"]
 
 _LARGEST_MESSAGE = 2**31  # bytes; protobuf parses no more
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf's wire types
@@ -37,7 +37,9 @@ def open_model(path: str | os.PathLike[str]) -> Any:
     except OSError as error:
         raise BadInput(f"{file}: cannot be read: {error.strerror}") from error
     model = _parse(file, content)
+    _check_own_data(file, model)
     _check_external_data(file, model)
+    _use_one_name_of_the_domain(model)
     return _without_functions(file, model)
 
 
@@ -47,6 +49,12 @@ def with_weights(model: Any, folder: str | os.PathLike[str]) -> Any:
     copy.CopyFrom(model)
     onnx.load_external_data_for_model(copy, os.fspath(folder))
     return copy
+
+
+def external_files(model: Any, folder: str | os.PathLike[str]) -> set[Path]:
+    """The files that hold the external data of a model whose file is in `folder`."""
+    locations = (entry.value for tensor in _tensors(model) for entry in tensor.external_data if entry.key == "location")
+    return {Path(os.path.realpath(Path(folder) / location)) for location in locations}
 
 
 def all_graphs(graph: Any) -> Iterator[Any]:
@@ -127,8 +135,25 @@ def _varint(content: bytes, position: int) -> tuple[int, int]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# External data
+# Data of constants
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _check_own_data(file: Path, model: Any) -> None:
+    """Every constant that is in the file has as much data as its shape says."""
+    for tensor in _tensors(model):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            continue
+        name = tensor.name or "a constant"
+        if tensor.HasField("raw_data"):
+            size, needed = len(tensor.raw_data), _bytes_of(file, name, tensor)
+            if size != needed:
+                raise BadInput(f"{file}: is damaged: {name} has {size} bytes, and its shape needs {needed}")
+            continue
+        try:
+            onnx.numpy_helper.to_array(tensor)
+        except Exception as error:
+            raise BadInput(f"{file}: is damaged: {name} cannot be read: {first_line(error)}") from error
 
 
 def _check_external_data(file: Path, model: Any) -> None:
@@ -142,28 +167,39 @@ def _check_external_data(file: Path, model: Any) -> None:
             raise BadInput(f"{file}: the external data of {name} has no location")
         if location.startswith("*/"):
             raise BadInput(f"{file}: the data of {name} was kept in memory by the program that wrote the file, and is not in it")
-        data = folder / location
-        real = Path(os.path.realpath(data))
+        try:
+            data = folder / location
+            real = Path(os.path.realpath(data))
+            size = real.stat().st_size if real.is_file() else None
+        except (OSError, ValueError) as error:  # longer than a file name can be, or with a zero byte in it
+            raise BadInput(f"{file}: the external data of {name} has the location {location!r}, which no file can have") from error
         if os.path.isabs(location) or not real.is_relative_to(folder):
             link = " (it is a link that leads there)" if data.is_symlink() else ""
             raise BadInput(f"{file}: the external data of {name}, {location!r}, lies outside the model's folder{link}; it is not read")
-        if not real.is_file():
+        if size is None:
             raise BadInput(f"{file}: the external data of {name} is missing: there is no file {location!r} beside the model")
         try:
             offset, length = int(facts.get("offset", 0)), int(facts.get("length", 0))
         except ValueError as error:
             raise BadInput(f"{file}: the external data of {name} has an offset or length that is no number") from error
-        if not length:  # it may be left out
-            length = math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-        size = real.stat().st_size
+        length = length or _bytes_of(file, name, tensor)  # it may be left out
         if min(offset, length) < 0 or offset + length > size:
             raise BadInput(
                 f"{file}: the external data of {name} is cut short: {location!r} has {size} bytes, and {offset + length} are needed"
             )
 
 
+def _bytes_of(file: Path, name: str, tensor: Any) -> int:
+    """Bytes that a tensor takes in a file."""
+    if tensor.data_type in (onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING) or min(tensor.dims, default=0) < 0:
+        kind = onnx.TensorProto.DataType.Name(tensor.data_type)
+        raise BadInput(f"{file}: the data of {name} cannot be {kind} of shape {list(tensor.dims)}")
+    bits: int = math.prod(tensor.dims) * ir.DataType(tensor.data_type).bitwidth
+    return -(-bits // 8)
+
+
 def _tensors(model: Any) -> Iterator[Any]:
-    for nodes in (*(graph.node for graph in all_graphs(model.graph)), *(function.node for function in model.functions)):
+    for nodes in _node_lists(model):
         for node in nodes:
             for attribute in node.attribute:
                 if attribute.HasField("t"):
@@ -175,14 +211,47 @@ def _tensors(model: Any) -> Iterator[Any]:
             yield from (sparse.values, sparse.indices)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# One form for everybody
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _use_one_name_of_the_domain(model: Any) -> None:
+    """ONNX's own domain may be written "ai.onnx" or "". Only the latter is known everywhere."""
+    for imports in (model.opset_import, *(function.opset_import for function in model.functions)):
+        has_short_name = any(not entry.domain for entry in imports)
+        for entry in imports:
+            if entry.domain == "ai.onnx" and not has_short_name:
+                entry.domain = ""
+    for nodes in _node_lists(model):
+        for node in nodes:
+            if node.domain == "ai.onnx":
+                node.domain = ""
+
+
+def _node_lists(model: Any) -> Iterator[Any]:
+    """The nodes of every graph and function, those of graphs in attributes included."""
+    for graph in all_graphs(model.graph):
+        yield graph.node
+    for function in model.functions:
+        yield from (graph.node for graph in all_graphs(function))
+
+
 def _without_functions(file: Path, model: Any) -> Any:
     """The model with its own functions inlined, so that each call of a node in a function is a node. Nodes keep a trace of it."""
     if not model.functions:
         return model
+    functions = {(function.domain, function.name): function for function in model.functions}
     for function in model.functions:
         for number, node in enumerate(function.node):
             node.name = f"{function.name}/{node.name or f'{node.op_type}_{number}'}"
     try:
-        return onnx.inliner.inline_local_functions(model)
+        inlined = onnx.inliner.inline_local_functions(model, convert_version=True)
     except Exception as error:
         raise BadInput(f"{file}: its functions cannot be inlined: {first_line(error)}") from error
+    for node in (node for nodes in _node_lists(inlined) for node in nodes):
+        function = functions.get((node.domain, node.op_type))
+        if function is not None:
+            opsets = ", ".join(f"{entry.domain or 'ai.onnx'} {entry.version}" for entry in function.opset_import)
+            raise BadInput(f"{file}: its function {node.op_type}, written for {opsets}, cannot be inlined: the model has another opset")
+    return inlined

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-import zipfile
 from collections.abc import Mapping
 from typing import Any
 
+from ..archive import read_archive
 from ..bad_input import BadInput
 from .node import AttentionNode
 from .packages import numpy, onnx
 
 __all__ = ["Sizes", "graph_inputs", "input_shapes", "make_up", "read_arrays"]
+
+_MOST_ELEMENTS = 2**59  # their bytes still have an int64 number
 
 Sizes = Mapping[str, int]  # what --dim gives: sizes of symbolic dimensions by name
 
@@ -22,24 +25,25 @@ class GraphInput:
     """One input of a graph that is no initializer. `shape` holds ints and the names of symbolic dimensions; None: rank unknown."""
 
     name: str
-    dtype: Any  # numpy's
+    dtype: Any  # numpy's; None: it is no tensor
     shape: tuple[int | str, ...] | None
 
 
 def graph_inputs(model: Any) -> list[GraphInput]:
-    """The inputs that somebody has to give. Raises BadInput for one that is no tensor."""
+    """The inputs that somebody has to give."""
     initializers = {tensor.name for tensor in model.graph.initializer}
     inputs = []
     for value in model.graph.input:
         if value.name in initializers:
             continue
         if not value.type.HasField("tensor_type") or not value.type.tensor_type.elem_type:
-            raise BadInput(f"input {value.name}: is no tensor; models with sequences or optional inputs cannot be run here")
+            inputs.append(GraphInput(value.name, None, None))
+            continue
         kind = value.type.tensor_type
         shape = None
         if kind.HasField("shape"):
             shape = tuple(
-                dim.dim_value if dim.HasField("dim_value") else dim.dim_param or f"{value.name}.{axis}"
+                dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else dim.dim_param or f"{value.name}.{axis}"
                 for axis, dim in enumerate(kind.shape.dim)
             )
         inputs.append(GraphInput(value.name, onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type), shape))
@@ -69,6 +73,9 @@ def input_shapes(model: Any, sizes: Sizes, other: int, batch: int, given: Mappin
             shapes[entry.name] = tuple(given[entry.name].shape)
         elif entry.shape is not None:
             shapes[entry.name] = tuple(_size(dim, known, other, batch) for dim in entry.shape)
+    for name, shape in shapes.items():
+        if max(math.prod(shape), *shape, 0) > _MOST_ELEMENTS:
+            raise BadInput(f"input {name}: shape {list(shape)} is larger than any array can be; --dim sets smaller sizes")
     return shapes
 
 
@@ -85,18 +92,12 @@ def read_arrays(path: str | os.PathLike[str], model: Any) -> dict[str, Any]:
     Raises:
         BadInput: not an .npz, a name that is no input, or a type or shape that is not the input's.
     """
-    try:
-        with numpy.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except FileNotFoundError as error:
-        raise BadInput(f"{path}: there is no such file") from error
-    except (OSError, ValueError, zipfile.BadZipFile, AttributeError, EOFError, TypeError) as error:
-        raise BadInput(f"{path}: is not an .npz file of plain arrays (numpy.savez makes them)") from error
+    arrays = read_archive(path, "an .npz file of plain arrays (numpy.savez makes them)")
     inputs = {entry.name: entry for entry in graph_inputs(model)}
     for name, array in arrays.items():
         if name not in inputs:
             raise BadInput(f"{path}: {name} is no input of the model; its inputs are {', '.join(inputs)}")
-        entry = inputs[name]
+        entry = _tensor(inputs[name])
         if (
             array.dtype != entry.dtype
             and array.dtype.itemsize == entry.dtype.itemsize
@@ -111,8 +112,19 @@ def read_arrays(path: str | os.PathLike[str], model: Any) -> dict[str, Any]:
             and all(isinstance(dim, str) or dim == size for dim, size in zip(entry.shape, array.shape, strict=True))
         )
         if not fits:
-            raise BadInput(f"{path}: {name} has shape {list(array.shape)}, but the model takes {list(entry.shape or ())}")
+            raise BadInput(f"{path}: {name} has shape {list(array.shape)}, but the model takes {_text(entry.shape or ())}")
     return arrays
+
+
+def _tensor(entry: GraphInput) -> GraphInput:
+    """The same. Raises BadInput for an input that is no tensor."""
+    if entry.dtype is None:
+        raise BadInput(f"input {entry.name}: is no tensor; models with sequences or optional inputs cannot be run here")
+    return entry
+
+
+def _text(shape: tuple[int | str, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
 
 
 def make_up(
@@ -131,6 +143,7 @@ def make_up(
     for entry in graph_inputs(model):
         if entry.name in given:
             continue
+        _tensor(entry)
         if entry.name not in shapes:
             raise BadInput(f"input {entry.name}: its rank is not in the model, so no array can be made up; give one with --inputs")
         shape = shapes[entry.name]

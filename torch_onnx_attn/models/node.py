@@ -31,6 +31,7 @@ OUTPUTS = {
     "mha": ("output", "present_key", "present_value", "qk"),
     "tensor_scatter": ("present_cache",),
 }
+_MICROSOFT_OPSET = 1  # of com.microsoft: there is no other
 _FLOATS = ("scale", "softcap", "mask_filter_value")  # the attributes that are no whole numbers
 
 
@@ -133,9 +134,16 @@ def _find_in(graph: Any, place: tuple[str, ...], outer: Mapping[str, Any], opset
 
 def _check(node: Any, domain: str, opsets: Mapping[str, int]) -> None:
     """Raises BadInput where the node cannot mean anything."""
-    name = node.name or node.op_type
+    name, domain_name = node.name or node.op_type, domain or "ai.onnx"
     if domain not in opsets:
-        raise BadInput(f"node {name}: the model imports no opset of {domain or 'ai.onnx'}; it may be cut short")
+        raise BadInput(f"node {name}: the model imports no opset of {domain_name}; it may be cut short")
+    newest = _MICROSOFT_OPSET if domain else onnx.defs.onnx_opset_version()
+    if opsets[domain] > newest:
+        raise BadInput(f"node {name}: the model imports opset {opsets[domain]} of {domain_name}; the newest that is known here is {newest}")
+    op = KINDS[domain, node.op_type]
+    for what, given, formal in (("inputs", node.input, INPUTS[op]), ("outputs", node.output, OUTPUTS[op])):
+        if len(given) > len(formal):
+            raise BadInput(f"node {name}: has {len(given)} {what}; {node.op_type} has at most {len(formal)}")
     kinds = onnx.AttributeProto
     for attribute in node.attribute:
         wanted = {"mode": kinds.STRING}.get(attribute.name, kinds.FLOAT if attribute.name in _FLOATS else kinds.INT)

@@ -16,9 +16,21 @@ from .node import INPUTS, AttentionNode, find_node, find_nodes
 
 __all__ = ["Node", "call_of", "load_node"]
 
+
+def _causal(value: int) -> bool:
+    if value not in (0, 1):
+        raise BadInput(f"is_causal is {value}; ONNX gives a meaning to 0 and 1 only")
+    return value == 1
+
+
+def _on_for_one(value: int) -> bool:
+    """As ONNX Runtime, which defines the operator, reads it."""
+    return value == 1
+
+
 _ATTRIBUTES: dict[str, dict[str, Any]] = {
     "attention": {
-        "is_causal": bool,
+        "is_causal": _causal,
         "kv_num_heads": int,
         "q_num_heads": int,
         "scale": float,
@@ -27,7 +39,7 @@ _ATTRIBUTES: dict[str, dict[str, Any]] = {
         "left_window_size": int,
         "right_window_size": int,
     },
-    "mha": {"num_heads": int, "mask_filter_value": float, "scale": float, "unidirectional": bool},
+    "mha": {"num_heads": int, "mask_filter_value": float, "scale": float, "unidirectional": _on_for_one},
     "tensor_scatter": {"axis": int},
 }
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ..bad_input import first_line
 from ..onnx.requirements import require_packages
 
-__all__ = ["first_line", "numpy", "onnx"]
+__all__ = ["first_line", "ir", "numpy", "onnx"]
 
 require_packages()
 
@@ -12,8 +13,4 @@ import numpy  # noqa: E402
 import onnx  # noqa: E402
 import onnx.inliner  # noqa: E402
 import onnx.shape_inference  # noqa: E402
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+import onnx_ir as ir  # noqa: E402

@@ -6,8 +6,10 @@ import base64
 import html
 import io
 import os
+import warnings
 from typing import Any
 
+from ..bad_input import writing
 from .packages import numpy
 from .verify import OURS, NodeResult, Verification
 
@@ -22,6 +24,8 @@ __all__ = ["write"]
 
 _COLOURS = {OURS: "#1b6ca8", "onnxruntime": "#d1790f", "onnx.reference": "#5a8f29"}
 _STATUS = {"agree": "#2e7d32", "known": "#b26a00", "differs": "#c62828", "refused": "#c62828", "not executed": "#666"}
+_LONGEST_LABEL = 60  # letters of a node's name beside a plot
+_MOST_ROWS = 400  # nodes in the overview: a png ends at 65536 pixels, and a reader before
 _FLOOR, _CEILING = 1e-5, 1e6  # of what is allowed: the ends of the overview's axis
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -45,12 +49,12 @@ def write(result: Verification, path: str | os.PathLike[str]) -> None:
         f"<p>{len(result.nodes)} nodes on {_text(values)}. This package's op ran on <code>{_text(result.device)}</code>. "
         f"Others: {_text(versions)}.</p>",
         _made_up(result),
-        _image(_overview(result), "deviations of every node"),
+        _image(_overview(result), f"deviations of every node, or of the {_MOST_ROWS} with the largest"),
         "<p>A deviation is the largest distance of an output from float64, divided by what rounding explains there: up to 1 is agreement. "
         "This package is held to float32 sums, the others to sums in the inputs' type, which the ONNX text allows.</p>",
         *(_node(node) for node in result.nodes),
     ]
-    with open(path, "w", encoding="utf-8") as file:
+    with writing(path), open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write("\n".join(parts))
 
 
@@ -87,14 +91,17 @@ def _node(node: NodeResult) -> str:
 def _overview(result: Verification) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 1.4 + 0.32 * len(result.nodes)), layout="constrained")
+    nodes = result.nodes
+    if len(nodes) > _MOST_ROWS:
+        nodes = tuple(sorted(nodes, key=lambda node: -node.worst)[:_MOST_ROWS])
+    figure = Figure(figsize=(11, 1.4 + 0.32 * len(nodes)), layout="constrained")
     axes = figure.subplots()
     axes.axvspan(1, _CEILING, color="#c62828", alpha=0.08)
     axes.axvline(1, color="#c62828", linewidth=1)
     for who, colour in _COLOURS.items():
         worst = [
             (max((output.deviations[who].ratio for output in node.outputs if who in output.deviations), default=None), row)
-            for row, node in enumerate(result.nodes)
+            for row, node in enumerate(nodes)
         ]
         points = [(min(max(ratio, _FLOOR), _CEILING), row) for ratio, row in worst if ratio is not None]
         if points:
@@ -102,7 +109,7 @@ def _overview(result: Verification) -> Any:
             axes.scatter(across, down, color=colour, label=who, s=36, alpha=0.85)
     axes.set_xscale("log")
     axes.set_xlim(_FLOOR / 2, _CEILING * 2)
-    axes.set_yticks(range(len(result.nodes)), [node.node for node in result.nodes])
+    axes.set_yticks(range(len(nodes)), [_label(node.node) for node in nodes], parse_math=False)
     axes.invert_yaxis()
     axes.set_xlabel("deviation from float64, of what rounding explains")
     axes.grid(axis="x", alpha=0.3)
@@ -133,9 +140,16 @@ def _maps(node: NodeResult) -> Any:
     return figure
 
 
+def _label(name: str) -> str:
+    """The end of a long name, which is what differs."""
+    return name if len(name) <= _LONGEST_LABEL else f"...{name[-_LONGEST_LABEL:]}"
+
+
 def _image(figure: Any, description: str) -> str:
     stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=110)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # letters that the font lacks become boxes
+        figure.savefig(stream, format="png", dpi=110)
     return f"<img alt='{_text(description)}' src='data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}'>"
 
 

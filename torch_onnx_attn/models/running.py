@@ -108,12 +108,15 @@ def _by_onnxruntime(model: Any, nodes: list[AttentionNode], feeds: Mapping[str, 
 def _by_reference(model: Any, nodes: list[AttentionNode], feeds: Mapping[str, Any], folder: str | os.PathLike[str]) -> Seen:
     from onnx.reference import ReferenceEvaluator
 
-    by_outputs = {tuple(node.proto.output): node for node in find_nodes(model)}  # a value has one name in all subgraphs
+    held = with_weights(model, folder)
+    everybody = {node.name: node for node in find_nodes(held)}
+    for node in everybody.values():
+        node.proto.name = node.name  # which makes names unique; those of values are not, in branches beside each other
     watched = {node.name for node in nodes}
     seen: Seen = {}
 
     def run(proto: Any, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-        node = by_outputs[tuple(proto.output)]
+        node = everybody[proto.name]
         arguments = {formal: array for formal, array in zip(INPUTS[node.op], arrays, strict=False) if array is not None}
         executions = seen.setdefault(node.name, [])
         if node.name in watched and len(executions) < MOST_EXECUTIONS:
@@ -121,7 +124,6 @@ def _by_reference(model: Any, nodes: list[AttentionNode], feeds: Mapping[str, An
         made = call_of(node, arguments).run()
         return tuple(to_array(made[formal]) if name else None for formal, name in zip(OUTPUTS[node.op], proto.output, strict=False))
 
-    held = with_weights(model, folder)
     _name_loop_conditions(held)
     evaluator = ReferenceEvaluator(held, new_ops=[_operator(*kind, run) for kind in KINDS])
     with numpy.errstate(all="ignore"):

@@ -57,7 +57,7 @@ class NodeResult:
         node: its name.
         operator: such as ``ai.onnx::Attention-24``.
         status: ``agree``; ``known`` if all that differs is a known defect of an oracle; ``differs``; ``refused`` if this package does
-            not take the node; ``not executed`` if the model never got there.
+            not take the node, or the node is not valid; ``not executed`` if the model never got there.
         odd_one_out: who differs from float64; ``float64 reference`` where everybody else agrees on something else. Empty if nobody.
         verdict: the same in a sentence.
         inputs: type and shape of each input, by ONNX's names.
@@ -193,6 +193,9 @@ def judge(
         "features": tuple(facts.features),
         "executions": 1,
     }
+    if facts.needed_opset is not None and facts.needed_opset > facts.opset:
+        verdict = f"the node is not valid: what it says needs opset {facts.needed_opset} of ai.onnx, and the model has {facts.opset}"
+        return NodeResult(**described, status="refused", odd_one_out=(OURS,), verdict=verdict)
     try:
         call = call_of(node, arrays)
         own = {name: tensor.cpu() for name, tensor in call.to(device).run().items()}

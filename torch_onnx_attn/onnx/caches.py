@@ -44,6 +44,11 @@ class PastPresent:
     head_size: int
     v_head_size: int | None = None
 
+    def __post_init__(self) -> None:
+        for name, size in dataclasses.asdict(self).items():
+            if (not isinstance(size, int) or size <= 0) and (name, size) != ("v_head_size", None):
+                raise ValueError(f"{name}: is {size!r}, must be a positive integer")
+
     @property
     def input_names(self) -> list[str]:
         """`past_key_values.0.key`, `past_key_values.0.value`, `past_key_values.1.key`, ..."""
@@ -101,6 +106,8 @@ def export_past_present(
         batch: the name of the batch axis of the caches.
         **options: as for `export`.
     """
+    if not isinstance(caches, PastPresent):
+        raise TypeError(f"caches: is of type {type(caches).__name__}, must be a PastPresent")
     dtype, device = _floating_type(model)
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
     if not tensors:

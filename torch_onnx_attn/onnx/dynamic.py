@@ -21,10 +21,12 @@ def axes(**inputs: str) -> dict[str, dict[int, str]]:
         **inputs: the text for each parameter of `forward`, in its order; an empty text for an input without dynamic axes.
 
     Raises:
-        ValueError: a word is neither a name, nor a number, nor `_`.
+        ValueError: no text, or a word is neither a name, nor a number, nor `_`.
     """
     named = {}
     for parameter, text in inputs.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{parameter}: is {text!r}, must be text such as 'batch rows _'")
         words = text.split()
         for word in words:
             if not word.isidentifier() and not word.isdigit():

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from torch_onnx_attn.diagnostics import logger
-from torch_onnx_attn.onnx.reporting import report
-from torch_onnx_attn.onnx.requirements import CONVERTED_OPSET, HIGHEST_OPSET, LOWEST_OPSET, Call, ExportError, Need, calls, require_packages
+from torch_onnx_attn.onnx.reporting import kind_of, report
+from torch_onnx_attn.onnx.requirements import CONVERTED_OPSET, HIGHEST_OPSET, LOWEST_OPSET, ExportError, Need, calls, require_packages
 from torch_onnx_attn.onnx.translation import translation_table
 
 __all__ = ["export", "tidy"]
@@ -49,8 +50,8 @@ def export(
             cache write, 25 with a window, and the exporter's own default if the model has no ai.onnx attention. ONNX Runtime
             refuses a rotary embedding that the exporter fuses at 23 in Llama-like models of dynamic batch; ask for 24 there.
         dynamic_shapes: As in `torch.onnx.export`; a string makes a dimension dynamic and gives it a name.
-        input_names: Names for the graph's inputs.
-        output_names: Names for the graph's outputs.
+        input_names: Names for all of the graph's inputs.
+        output_names: Names for all of the graph's outputs.
         custom_translation_table: Translations of other ops, added to those of this package.
         export_params: Write the weights into the file.
         keep_initializers_as_inputs: List the weights among the graph's inputs.
@@ -64,11 +65,13 @@ def export(
         The program. Call it to run it in ONNX Runtime, or take its `model` (onnx_ir) or `model_proto` (onnx).
 
     Raises:
-        ExportError: The opset asked for, or ONNX altogether, has no form for a call. The message names the argument.
+        ExportError: The opset asked for, or ONNX altogether, has no form for a call, the model writes a buffer, or names are not as
+            many as inputs or outputs. The message names the argument. Nothing has been written then.
         ONNXCheckError: With `check`, the file is not valid, gives other results than the model, or nothing here can run it.
     """
     require_packages()
     _check_opset(opset)
+    _check_arguments(model, path, options)
     program = model if isinstance(model, torch.export.ExportedProgram) else _capture(model, args, dict(kwargs or {}), dynamic_shapes)
     opset = _choose_opset(program, opset)
     table = dict(translation_table(CONVERTED_OPSET if opset is None else min(opset, CONVERTED_OPSET)))
@@ -85,6 +88,7 @@ def export(
         **options,
     )
     assert onnx_program is not None
+    _check_names(onnx_program, input_names, output_names)
     tidy(onnx_program, opset)
     if path is not None:
         onnx_program.save(
@@ -130,11 +134,49 @@ def _check_opset(opset: int | None) -> None:
 
     if opset is None:
         return
+    if not isinstance(opset, int):
+        raise ExportError(f"opset={opset!r}: must be an integer")
     if not LOWEST_OPSET <= opset <= HIGHEST_OPSET:
         raise ExportError(f"opset={opset}: this package exports to opsets {LOWEST_OPSET} to {HIGHEST_OPSET}")
     known = onnx.defs.onnx_opset_version()
     if opset > known:
         raise ExportError(f"opset={opset}: the installed onnx {onnx.__version__} knows opsets up to {known}; a newer onnx is needed")
+
+
+_NOT_HERE = {"f": "give path", "opset_version": "give opset", "dynamo": "leave it out"}
+
+
+def _check_arguments(model: Any, path: Any, options: Mapping[str, Any]) -> None:
+    """What would otherwise be found out after the work, or never."""
+    if not isinstance(model, torch.nn.Module | torch.export.ExportedProgram):
+        raise TypeError(f"model: is of type {type(model).__name__}, must be a torch.nn.Module or what torch.export.export returned")
+    for name, instead in _NOT_HERE.items():
+        if name in options:
+            raise TypeError(f"{name}: is an argument of torch.onnx.export, not of this export; {instead}")
+    if path is None:
+        return
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path: is of type {type(path).__name__}, must be a str, an os.PathLike or None")
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"path: the folder {folder!r} does not exist")
+    if not os.fspath(path) or os.path.isdir(path):
+        raise IsADirectoryError(f"path: {os.fspath(path)!r} is a folder, or empty; a file name is needed")
+
+
+def _check_names(program: torch.onnx.ONNXProgram, input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> None:
+    """The exporter gives names in order and drops those left over, so that a wrong count means wrong names."""
+    graph = program.model.graph
+    for argument, names, values in (("input_names", input_names, graph.inputs), ("output_names", output_names, graph.outputs)):
+        if names is not None and (isinstance(names, str) or len(names) != len(values)):
+            raise ExportError(f"{argument}: is {names!r}, must be a list with a name for each of {len(values)}: {_kinds(values)}")
+    clash = {value.name for value in graph.inputs} & {value.name for value in graph.outputs if value not in graph.inputs}
+    if clash:
+        raise ExportError(f"output_names: {sorted(map(str, clash))[0]!r} is the name of an input as well")
+
+
+def _kinds(values: Sequence[Any]) -> str:
+    return ", ".join(kind_of(value) for value in values[:8]) + (", ..." if len(values) > 8 else "")
 
 
 def _check(onnx_program: torch.onnx.ONNXProgram, program: torch.export.ExportedProgram, path: str | os.PathLike[str] | None) -> None:
@@ -177,10 +219,10 @@ def _sizes_of_one_are_not_special() -> contextlib.AbstractContextManager[Any]:
 
 def _choose_opset(program: torch.export.ExportedProgram, asked: int | None) -> int | None:
     needed: Need | None = None
+    _refuse_written_buffers(program)
     for call in calls(program):
         if call.refusal is not None:
             raise ExportError(call.refusal)
-        _refuse_written_buffers(program, call)
         if call.need is not None and (needed is None or call.need.opset > needed.opset):
             needed = call.need
     if asked is None:
@@ -190,15 +232,30 @@ def _choose_opset(program: torch.export.ExportedProgram, asked: int | None) -> i
     return asked
 
 
-def _refuse_written_buffers(program: torch.export.ExportedProgram, call: Call) -> None:
-    buffers = program.graph_signature.inputs_to_buffers
-    for name in call.written:
-        value = call.arguments.get(name)
-        if isinstance(value, torch.fx.Node) and value.name in buffers:
-            raise ExportError(
-                f"{name}: {call.op} writes the buffer {buffers[value.name]!r}, and an ONNX graph keeps nothing from call to call. Pass the "
-                "cache as an input and return it, or hold it in a torch_onnx_attn.nn.KVCache and export with export_static_cache"
-            )
+def _refuse_written_buffers(program: torch.export.ExportedProgram) -> None:
+    """By storage, since a write may go through views."""
+    signature = program.graph_signature
+    held = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    storages = {_storage(node): held[node.name] for node in program.graph.nodes if node.op == "placeholder" and node.name in held}
+    storages.pop(None, None)
+    for node in program.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        given = {argument.name: value for argument, value in zip(node.target._schema.arguments, node.args, strict=False)} | node.kwargs
+        for argument in node.target._schema.arguments:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            value = given.get(argument.name) if written else None
+            if isinstance(value, torch.fx.Node) and _storage(value) in storages:
+                raise ExportError(
+                    f"{argument.name}: {node.target._opname} writes the buffer {storages[_storage(value)]!r}, and an ONNX graph keeps "
+                    "nothing from call to call. Pass it as an input and return it, or hold caches in a torch_onnx_attn.nn.KVCache and "
+                    "export with export_static_cache"
+                )
+
+
+def _storage(node: torch.fx.Node) -> Any:
+    value = node.meta.get("val")
+    return StorageWeakRef(value.untyped_storage()) if isinstance(value, torch.Tensor) and value.layout == torch.strided else None
 
 
 def _all_nodes(graph: Any) -> Iterator[Any]:

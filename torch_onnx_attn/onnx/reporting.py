@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torch_onnx_attn.bad_input import BadInput
 from torch_onnx_attn.onnx.requirements import Need, need, require_packages
 
 __all__ = ["ExportReport", "NodeReport", "report"]
@@ -102,11 +103,16 @@ def report(model: torch.onnx.ONNXProgram | str | os.PathLike[str]) -> ExportRepo
 
     Args:
         model: what `export` returned, or the path of a file.
+
+    Raises:
+        BadInput: the file is no ONNX model; a ValueError.
     """
     require_packages()
     import onnx_ir
 
-    graph_model = onnx_ir.load(model) if isinstance(model, str | os.PathLike) else model.model
+    if not isinstance(model, torch.onnx.ONNXProgram | str | os.PathLike):
+        raise TypeError(f"model: is of type {type(model).__name__}, must be what export returned or the path of a file")
+    graph_model = model.model if isinstance(model, torch.onnx.ONNXProgram) else _load(model)
     graph = graph_model.graph
     opset = graph.opset_imports.get("")
     nodes, others = [], Counter[str]()
@@ -120,13 +126,26 @@ def report(model: torch.onnx.ONNXProgram | str | os.PathLike[str]) -> ExportRepo
     return ExportReport(
         opset=opset,
         why=_why(opset, [node.needs for node in nodes if node.needs is not None]),
-        inputs={str(value.name): _type(value) for value in graph.inputs},
-        outputs={str(value.name): _type(value) for value in graph.outputs},
+        inputs={str(value.name): kind_of(value) for value in graph.inputs},
+        outputs={str(value.name): kind_of(value) for value in graph.outputs},
         nodes=tuple(nodes),
         other_nodes=others,
         weight_bytes=sum(weight.nbytes for weight in weights),
         weight_files=tuple(sorted({str(weight.location) for weight in weights if isinstance(weight, onnx_ir.ExternalTensor)})),
     )
+
+
+def _load(path: str | os.PathLike[str]) -> Any:
+    import onnx_ir
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx_ir.load(path)
+    except DecodeError as error:
+        raise BadInput(f"{os.fspath(path)}: is no ONNX model, or a damaged one: {error}") from error
+    if not model.graph.opset_imports:  # protobuf takes an empty file, and much else, for a message without fields
+        raise BadInput(f"{os.fspath(path)}: is no ONNX model: it names no opset")
+    return model
 
 
 def _all_nodes(model: Any) -> Iterator[Any]:
@@ -143,7 +162,7 @@ def _describe(node: Any, kind: str, opset: int | None) -> NodeReport:
     return NodeReport(
         name=node.name or node.outputs[0].name,
         op=node.op_type,
-        inputs={name: _type(value) for name, value in inputs.items()},
+        inputs={name: kind_of(value) for name, value in inputs.items()},
         outputs=outputs,
         attributes=attributes,
         needs=need(kind, {**dict.fromkeys(inputs, True), **attributes}),
@@ -196,7 +215,7 @@ def _rows(Q: Any) -> Any:
     return None if Q.shape is None else Q.shape[-2]
 
 
-def _type(value: Any) -> str:
+def kind_of(value: Any) -> str:
     dtype = "?" if value.dtype is None else value.dtype.name.lower().replace("float", "float32" if value.dtype.name == "FLOAT" else "float")
     dtype = "float64" if dtype == "double" else dtype
     shape = "[?]" if value.shape is None else f"[{', '.join(str(size) for size in value.shape)}]"

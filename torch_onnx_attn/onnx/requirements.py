@@ -67,12 +67,11 @@ def refusal(op: str, overload: str, float64: bool) -> str | None:
 
 
 class Call(NamedTuple):
-    """One call of an onnx_attn op in a captured graph; `written` names the arguments that it writes in place."""
+    """One call of an onnx_attn op in a captured graph."""
 
     op: str
     overload: str
     arguments: dict[str, Any]
-    written: tuple[str, ...]
 
     @property
     def need(self) -> Need | None:
@@ -101,8 +100,7 @@ def calls(program: torch.export.ExportedProgram) -> Iterator[Call]:
                 continue
             names = [argument.name for argument in target._schema.arguments]
             op = target._schema.name.removeprefix(_NAMESPACE)
-            written = tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-            yield Call(op, target._overloadname, dict(zip(names, node.args, strict=False)) | dict(node.kwargs), written)
+            yield Call(op, target._overloadname, dict(zip(names, node.args, strict=False)) | dict(node.kwargs))
 
 
 def _is_ours(target: Any) -> bool:

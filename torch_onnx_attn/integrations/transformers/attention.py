@@ -10,7 +10,7 @@ from torch import Tensor
 from .errors import UnsupportedError
 from .masks import KeyMask, read_mask
 from .sinks import attend_with_sinks
-from .tracing import is_exporting
+from .tracing import is_collecting_weights, is_exporting
 
 ops = torch.ops.onnx_attn.attention
 
@@ -61,6 +61,8 @@ def attention(
     _refuse(dropout, scaling, attention_mask, others)
     q_len = query.shape[2]
     mask = read_mask(attention_mask)
+    if mask.is_complete:
+        _check_keys(mask.attn_mask, key.shape[2])
     # At L = 1 every key that the cache holds is visible, while the op would align causality to key 0.
     flags_hold = q_len > 1 and not mask.is_complete
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
@@ -79,9 +81,10 @@ def attention(
         attn_mask = attn_mask.expand(-1, -1, q_len, -1)
     inputs = (query, key, value, attn_mask)
     weights = None
+    with_weights = bool(output_attentions) or is_collecting_weights()
     if s_aux is not None:
-        output, weights = attend_with_sinks(*inputs, mask.lengths, s_aux, options, with_weights=bool(output_attentions))
-    elif output_attentions:
+        output, weights = attend_with_sinks(*inputs, mask.lengths, s_aux, options, with_weights=with_weights)
+    elif with_weights:
         output, weights = ops.qk(*inputs, nonpad_kv_seqlen=mask.lengths, qk_matmul_output_mode=3, **options)
     else:
         output = ops.default(*inputs, nonpad_kv_seqlen=mask.lengths, **options)
@@ -98,6 +101,13 @@ def _refuse(dropout: float, scaling: Any, attention_mask: Tensor | None, others:
             raise UnsupportedError(f"{name}: block-sparse attention by indices is not supported by onnx_attn. Use 'eager' for this model")
     if others.get("cu_seq_lens_q") is not None and (attention_mask is None or attention_mask.dim() != 4):
         raise UnsupportedError("cu_seq_lens_q: packed sequences need a mask here. Give position_ids that restart at 0 instead")
+
+
+def _check_keys(attn_mask: Tensor | None, keys: int) -> None:
+    """The op disallows the keys that a mask does not reach; here a mask of another length is a mistake. Symbolic sizes are left alone."""
+    columns = keys if attn_mask is None else attn_mask.shape[-1]
+    if type(columns) is int and type(keys) is int and columns != keys:
+        raise UnsupportedError(f"attention_mask: its last axis is {columns}, and there are {keys} keys")
 
 
 def _with_bias(mask: KeyMask, position_bias: Tensor | None) -> Tensor | None:

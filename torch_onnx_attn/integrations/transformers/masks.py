@@ -51,11 +51,11 @@ def read_mask(attention_mask: Tensor | None) -> KeyMask:
     if not isinstance(attention_mask, Tensor):
         raise UnsupportedError(f"attention_mask: is a {type(attention_mask).__name__}; a tensor is expected")
     rank = attention_mask.dim()
-    if rank == 4:
+    if rank == 4 and (attention_mask.dtype == torch.bool or attention_mask.is_floating_point()):
         return KeyMask(attention_mask, None, is_complete=True)
     if rank not in (2, 5) or attention_mask.dtype != torch.bool:
         kind = f"{list(attention_mask.shape)} of {attention_mask.dtype}"
-        allowed = "bool [batch, keys], or [batch, heads or 1, rows or 1, keys] of any type"
+        allowed = "bool [batch, keys], or [batch, heads or 1, rows or 1, keys] of bool or floating type"
         raise UnsupportedError(f"attention_mask: is {kind}; allowed are {allowed}")
     if rank == 2:
         return KeyMask(attention_mask[:, None, None, :], None, is_complete=False)
@@ -106,7 +106,7 @@ def make_mask(
         device = cache_position.device
     if q_length is None:
         raise TypeError("q_length: is missing")
-    padding = None if attention_mask is None else _key_padding(attention_mask, kv_length, kv_offset)
+    padding = None if attention_mask is None else _key_padding(attention_mask, batch_size, kv_length, kv_offset)
 
     def dense() -> Tensor:
         made = sdpa_mask(
@@ -151,11 +151,13 @@ def make_mask(
     return dense()
 
 
-def _key_padding(attention_mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
+def _key_padding(attention_mask: Tensor, batch_size: int, kv_length: int, kv_offset: int) -> Tensor:
     """bool [B, S] out of bool [B, any]."""
     if attention_mask.dim() != 2:
         given = list(attention_mask.shape)
         raise UnsupportedError(f"attention_mask: is {given}; allowed are [batch, tokens], or 4 axes for a mask of one's own")
+    if attention_mask.shape[0] != batch_size:
+        raise UnsupportedError(f"attention_mask: has {attention_mask.shape[0]} rows for a batch of {batch_size}")
     columns = attention_mask[:, kv_offset : kv_offset + kv_length]
     missing = kv_length - columns.shape[1]
     return pad(columns, (0, missing)).to(torch.bool) if missing > 0 else columns.to(torch.bool)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+
 from transformers import PreTrainedModel
 
 _OWN_TABLE = "attention is looked up in a table of the model file, where no other name is known"
 _UNKNOWN = "attention is the model's own, not called through AttentionInterface, and the name would have no effect"
+_NO_ATTENTION = "no part of it has attention that is called through AttentionInterface, and the name would have no effect"
 _ADDS_MASK = "attention is the model's own and adds the mask to the scores, while ours says which keys to keep"
 
 # What becomes of the bare name there; other models that `_can_set_attn_implementation` denies get a general sentence.
@@ -21,6 +25,8 @@ _KNOWN = {
 def refusals(model: PreTrainedModel) -> dict[str, str]:
     """Why `enable` refuses a model: the class names of it or its parts, each with a reason. Empty if it does not."""
     found: dict[str, str] = {}
+    if not any(_names_interface(type(part)) for part in parts(model)):
+        found[type(model).__name__] = _NO_ATTENTION
     for part in parts(model):
         name = type(part).__name__
         if not _uses_interface(type(part)):
@@ -34,6 +40,20 @@ def refusals(model: PreTrainedModel) -> dict[str, str]:
 def parts(model: PreTrainedModel) -> list[PreTrainedModel]:
     """The model and the models inside it."""
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+def _names_interface(model: type[PreTrainedModel]) -> bool:
+    """Whether the file of the class, or of one that it was derived from, looks attention up. Files of mere wrappers need not."""
+    for ancestor in model.__mro__:
+        module = sys.modules.get(ancestor.__module__)
+        if ancestor is PreTrainedModel:
+            return False
+        try:
+            if module is not None and "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(module):
+                return True
+        except (OSError, TypeError):  # no source, as in a notebook
+            continue
+    return False
 
 
 def _uses_interface(model: type[PreTrainedModel]) -> bool:

@@ -1,7 +1,7 @@
 """Arrays to compare a model with itself on: such that a wrong mask, order of heads or offset shows.
 
-Token numbers differ from place to place and stay below the size of the table that they index; padding masks pad the end of one batch
-entry and leave no row without a key, because there ONNX Runtime's own Attention deviates from the ONNX text.
+Token numbers differ from place to place and stay below the size of the table that they index; padding masks pad the end and leave
+no row without a key, because there ONNX Runtime's own Attention deviates from the ONNX text.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ def made_up(model: ir.Model, shapes: Mapping[str, tuple[int, ...]], given: Mappi
         limit = _table_size(subject, value)
         if role is not None:
             array: Any = np.full(shape, role)
-        elif dtype.kind == "b" or (dtype.kind in "iu" and limit is None):
+        elif dtype.kind == "b":
+            array = _flags(shape) if pads else np.ones(shape)
+        elif dtype.kind in "iu" and limit is None:
             array = _mask(shape) if pads else np.ones(shape)
         elif dtype.kind in "iu":
             array = generator.integers(0, limit, shape)
@@ -120,6 +122,15 @@ def _mask(shape: tuple[int, ...]) -> Any:
     array = np.ones(shape)
     if len(shape) > 1 and shape[-1] > 2:
         array[0, ..., -(shape[-1] // 4 + 1) :] = 0
+    return array
+
+
+def _flags(shape: tuple[int, ...]) -> Any:
+    """True for the keys that count in some models, and for those that do not in others: each row has both. Entries differ."""
+    array = np.ones(shape)
+    if len(shape) > 1 and shape[-1] > 1:
+        for entry in range(shape[0]):
+            array[entry, ..., -(1 + (shape[-1] // 4 + entry) % (shape[-1] - 1)) :] = 0
     return array
 
 

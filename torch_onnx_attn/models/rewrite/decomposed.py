@@ -266,10 +266,14 @@ def _transposed(subject: Subject, value: ir.Value) -> Operand:
     """The K of which this is the transpose [.., size, keys]."""
     shape = subject.shape(value)
     rank = len(shape)
+    if rank < 2:
+        raise NoMatch(f"K has shape {list(shape)}")
     swapped = (*shape[:-2], shape[-1], shape[-2])
     node = producer(value, "Transpose")
     if node is not None:
         source, permutation = _operands(node)[0], list(attribute(node, "perm", range(rank)[::-1]))
+        if sorted(permutation) != list(range(rank)):
+            raise NoMatch(f"K is transposed by {permutation}, which does not order {rank} axes")
         permutation[-2:] = permutation[-1], permutation[-2]
         return Operand(source, None if permutation == list(range(rank)) else tuple(permutation), swapped)
     outer = producer(value, "Reshape")

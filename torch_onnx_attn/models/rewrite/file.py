@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -11,8 +12,8 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from torch_onnx_attn.bad_input import BadInput
-from torch_onnx_attn.models.file import open_model
+from torch_onnx_attn.bad_input import BadInput, check_writable, writing
+from torch_onnx_attn.models.file import all_graphs, external_files, open_model
 from torch_onnx_attn.models.inputs import input_shapes, read_arrays
 from torch_onnx_attn.models.packages import first_line
 from torch_onnx_attn.models.rewrite.arrays import made_up, sizings, symbolic_sizes
@@ -25,6 +26,7 @@ __all__ = ["rewrite_file"]
 
 _MOST_IN_ONE_FILE = 2**31 - 2**20  # bytes; protobuf's limit, with room for the graph
 _STEPS = 3
+_NOT_OF_ONNX = "No Op registered"  # what onnx.checker says of an operator that it does not know
 
 
 def rewrite_file(
@@ -59,13 +61,16 @@ def rewrite_file(
     tell = progress or (lambda text, done, total: None)
     source, destination = Path(source), Path(destination)
     proto = open_model(source)
-    if not destination.parent.is_dir():
-        raise BadInput(f"{destination}: its folder does not exist")
-    if destination.is_dir() or not os.access(destination.parent, os.W_OK):
-        raise BadInput(f"{destination}: {'is a folder' if destination.is_dir() else 'its folder cannot be written to'}")
+    check_writable(destination)
+    own_data = external_files(proto, source.parent)
+    if Path(os.path.realpath(destination)) in own_data:
+        raise BadInput(f"{destination}: holds the weights of {source}")
     tell("reading the graph", 0, _STEPS)
-    is_valid = _is_valid(source)
-    model = ir.load(source)
+    newest = onnx.defs.onnx_opset_version()
+    if any(not entry.domain and entry.version > newest for entry in proto.opset_import):
+        raise BadInput(f"{source}: has an opset that is not known here; the newest is {newest}")
+    is_valid = _is_valid(source, proto)
+    model = _load(source)
     had_external_data = any(isinstance(value.const_value, ir.ExternalTensor) for value in model.graph.initializers.values())
     report = rewrite(model, unpadded=unpadded)
     if not report.replaced:
@@ -73,12 +78,13 @@ def rewrite_file(
             raise BadInput(f"{source}: has no attention: neither a Softmax nor a com.microsoft::GroupQueryAttention is in it")
         return report
     given = {} if inputs is None else read_arrays(inputs, proto)
-    original = ir.load(source)
-    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".rewrite-") as folder:
+    original = _load(source)
+    with writing(destination), tempfile.TemporaryDirectory(dir=destination.parent, prefix=".rewrite-") as folder:
         written = Path(folder) / destination.name
         size = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
-        data = f"{destination.name}.data" if had_external_data or size > _MOST_IN_ONE_FILE else None
-        ir.save(model, written, external_data=data)
+        is_apart = had_external_data or size > _MOST_IN_ONE_FILE
+        kept = set() if destination.exists() and destination.samefile(source) else own_data
+        ir.save(model, written, external_data=_data_name(destination, kept) if is_apart else None)
         if is_valid:
             onnx.checker.check_model(os.fspath(written))
 
@@ -97,6 +103,19 @@ def rewrite_file(
                 os.replace(file, destination.parent / file.name)
             report.is_written = True
     return report
+
+
+def _load(source: Path) -> ir.Model:
+    try:
+        return ir.load(source)
+    except Exception as error:
+        raise BadInput(f"{source}: is not a valid model: {first_line(error.__cause__ or error)}") from error
+
+
+def _data_name(destination: Path, kept: set[Path]) -> str:
+    """A name for the file of weights beside the model; not that of a file of weights that has to stay as it is."""
+    names = itertools.chain([f"{destination.name}.data"], (f"{destination.name}.{number}.data" for number in itertools.count(1)))
+    return next(name for name in names if Path(os.path.realpath(destination.parent / name)) not in kept)
 
 
 def _compare_made_up(
@@ -120,12 +139,23 @@ def _compare_made_up(
     return feeds[0]
 
 
-def _is_valid(source: Path) -> bool:
-    """Whether onnx.checker can judge the model at all: ONNX Runtime keeps operators of its own in ONNX's domain."""
+def _is_valid(source: Path, proto: Any) -> bool:
+    """Whether onnx.checker can judge the model as a whole: ONNX Runtime keeps operators of its own in ONNX's domain."""
     try:
         onnx.checker.check_model(os.fspath(source))
     except Exception as error:
-        if "No Op registered" in str(error):
-            return False
-        raise BadInput(f"{source}: is not a valid model: {first_line(error)}") from error
-    return True
+        if _NOT_OF_ONNX not in str(error):
+            raise BadInput(f"{source}: is not a valid model: {first_line(error)}") from error
+    else:
+        return True
+    context = onnx.checker.C.CheckerContext()
+    context.ir_version, context.opset_imports = proto.ir_version, {entry.domain: entry.version for entry in proto.opset_import}
+    for node in (node for graph in all_graphs(proto.graph) for node in graph.node):
+        if any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute):
+            continue  # its graphs read values that the checker would not know here
+        try:
+            onnx.checker.check_node(node, context)
+        except Exception as error:
+            if _NOT_OF_ONNX not in str(error):
+                raise BadInput(f"{source}: is not a valid model: {first_line(error)}") from error
+    return False

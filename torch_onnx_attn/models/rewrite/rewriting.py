@@ -38,6 +38,8 @@ def rewrite(model: ir.Model, *, unpadded: bool = False) -> Report:
     Raises:
         BadInput: There is something to replace, but the model's opset cannot be raised to the one that has Attention.
     """
+    if "ai.onnx" in model.opset_imports:  # another name of the same domain
+        model.opset_imports.setdefault("", model.opset_imports.pop("ai.onnx"))
     opset, nodes = model.opset_imports.get("", 1), _count(model)
     report = Report(opset, opset, nodes, nodes)
     common.InlinePass()(model)
