@@ -26,8 +26,9 @@ demo: $(BUILT) $(call stamp_for,$(DEMO_PYTHON),demo)
 examples: $(BUILT) $(call stamp_for,$(DEMO_PYTHON),demo)
 	@for example in static_cache_decoder past_present_decoder window_softcap hugging_face sdpa_model tensor_parallel; do $(DEMO_PYTHON) export_examples/$$example.py || exit 1; done
 
+TEST_JOBS ?= 2
 test: $(BUILT) $(call stamp_for,$(TEST_PYTHON),test)
-	$(TEST_PYTHON) -m pytest -q tests
+	$(TEST_PYTHON) -m pytest -q -n $(TEST_JOBS) --dist loadfile tests
 
 # The same suite on CUDA, graph capture included, as the planner decides and with the forward kernels wherever they can run; and
 # compute-sanitizer. Writes result files; needs a GPU and no network.

@@ -6,7 +6,7 @@ SYSTEM_PYTHON ?= python3
 TORCH ?= torch==2.13.0
 
 BUILD_PACKAGES := setuptools wheel ninja numpy
-TEST_PACKAGES := pytest onnx>=1.23 onnx-ir>=1.0 onnxscript>=0.7 onnxruntime>=1.30 rich matplotlib transformers>=5 accelerate
+TEST_PACKAGES := pytest pytest-xdist onnx>=1.23 onnx-ir>=1.0 onnxscript>=0.7 onnxruntime>=1.30 rich matplotlib transformers>=5 accelerate
 DOCS_PACKAGES := mkdocs-material mkdocstrings[python]
 CHECK_PACKAGES := nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 LINT_PACKAGES := ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5
@@ -19,7 +19,7 @@ VENV_PYTHON := .venv/bin/python
 python_for = $(if $(HAS_TORCH),$(if $(call has,$(1)),$(SYSTEM_PYTHON),$(VENV_PYTHON)),$(VENV_PYTHON))
 
 BUILD_PYTHON := $(call python_for,torch setuptools ninja numpy)
-TEST_PYTHON := $(call python_for,torch setuptools ninja numpy pytest onnx onnx_ir onnxscript onnxruntime rich matplotlib transformers accelerate)
+TEST_PYTHON := $(call python_for,torch setuptools ninja numpy pytest xdist onnx onnx_ir onnxscript onnxruntime rich matplotlib transformers accelerate)
 DEMO_PYTHON := $(call python_for,torch setuptools ninja numpy onnx onnxscript onnxruntime $(DEMO_MODULES))
 
 # Stamps: what .venv holds. With the system's Python there is nothing to install and the stamp is empty.

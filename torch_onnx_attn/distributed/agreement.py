@@ -1,7 +1,7 @@
 """Whether all ranks of a group were called alike: each tells the others what it was given, or what is wrong with that.
 
 A collective whose ranks disagree hangs until its timeout, or returns rubbish. Comparing first costs the host one small exchange (about
-0.3 ms on one machine) and cannot be captured in a CUDA graph, so it is done where the host communicates anyway, which is gloo, and
+1 ms on one machine) and cannot be captured in a CUDA graph, so it is done where the host communicates anyway, which is gloo, and
 elsewhere under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, torch's own switch for it.
 """
 
