@@ -1,0 +1,91 @@
+"""What the kernels refuse is refused when a call is traced, too: an exported graph may never run here. Values are not looked at."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_errors import (
+    ATTRIBUTES,
+    BNSH,
+    CACHED,
+    INPUTS,
+    INPUTS_3D,
+    LENGTHS,
+    MASKS,
+    MHA,
+    MHA_PAST,
+    PACKED_KV,
+    PACKED_QKV,
+    PAST,
+    SCATTER,
+    Refusal,
+    cached,
+    four_dimensional,
+    scatter,
+    separate,
+    three_dimensional,
+    with_past,
+    zeros,
+)
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+ops = torch.ops.onnx_attn
+OF_VALUES = {"beyond the keys", "negative", "negative circular", "does not fit"}  # what lengths and indices hold
+
+
+def past() -> dict[str, Any]:
+    return four_dimensional() | {"past_key": zeros(2, 2, 7, 8), "past_value": zeros(2, 2, 7, 8)}
+
+
+def four_dimensional_keys() -> dict[str, Any]:
+    return {"query": zeros(2, 3, 16), "key": zeros(2, 2, 5, 8), "value": zeros(2, 2, 5, 8), "num_heads": 2}
+
+
+def packed_keys() -> dict[str, Any]:
+    return {"query": zeros(2, 3, 16), "key": zeros(2, 5, 2, 2, 8), "num_heads": 2}
+
+
+def packed() -> dict[str, Any]:
+    return {"query": zeros(2, 3, 2, 3, 8), "num_heads": 2}
+
+
+TABLES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], list[Refusal]]] = {
+    "attention": (ops.attention.default, four_dimensional, [*INPUTS, *ATTRIBUTES, *MASKS, *LENGTHS]),
+    "attention, 3-D": (ops.attention.default, three_dimensional, INPUTS_3D),
+    "attention.kv": (ops.attention.kv, past, PAST),
+    "attention_cached": (ops.attention_cached, cached, CACHED),
+    "mha": (ops.mha.default, separate, MHA),
+    "mha, 4-D keys": (ops.mha.default, four_dimensional_keys, BNSH),
+    "mha, packed keys": (ops.mha.default, packed_keys, PACKED_KV),
+    "mha, packed": (ops.mha.default, packed, PACKED_QKV),
+    "mha.kv": (ops.mha.kv, with_past, MHA_PAST),
+    "tensor_scatter": (ops.tensor_scatter, scatter, SCATTER),
+}
+CASES = [
+    pytest.param(op, legal, refusal, id=f"{table}: {refusal}")
+    for table, (op, legal, refusals) in TABLES.items()
+    for refusal in refusals
+    if refusal.name not in OF_VALUES
+]
+
+
+@pytest.mark.parametrize(("op", "legal", "refusal"), CASES)
+def test_refused(op: Callable[..., Any], legal: Callable[[], dict[str, Any]], refusal: Refusal) -> None:
+    mode = FakeTensorMode()
+
+    def traced(arguments: dict[str, Any]) -> Any:
+        with mode:
+            return op(**{name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in arguments.items()})
+
+    traced(legal())
+    arguments = legal()
+    for name, value in refusal.change.items():
+        arguments[name] = value(arguments[name]) if callable(value) and not isinstance(value, Tensor) else value
+    given = {name: value for name, value in arguments.items() if value is not None}
+    with pytest.raises(RuntimeError, match=rf"^{re.escape(refusal.argument)}[,:]"):
+        traced(given)
