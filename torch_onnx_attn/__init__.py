@@ -5,15 +5,10 @@ Importing the package registers ``torch.ops.onnx_attn`` and changes nothing else
 
 import sys as _sys
 from importlib import import_module as _import_module
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-try:
-    __version__ = _version("torch-onnx-attn")
-except PackageNotFoundError:  # used from a checkout that was built in place and not installed
-    __version__ = "0.1.0+source"
+from .version import __version__
 
 if _TYPE_CHECKING:
     from .routing import RoutingReport, route_attention
