@@ -78,6 +78,6 @@ def test_batch_entries_alone(pattern: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("mask", ["keys", "lengths"])
-@pytest.mark.parametrize("filter_value", [-10000.0, -1e5, -1e9, -1e30, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("filter_value", [-10000.0, -1e5, -1e9, -1e30, torch.finfo(torch.float32).min, float("-inf")])
 def test_padding_adds(mask: str, filter_value: float, device: str) -> None:
     check_mha(MhaCase(dtype=torch.float16, batch=4, q_len=200, kv_len=300, head_size=64, mask=mask, mask_filter_value=filter_value), device)

@@ -107,9 +107,11 @@ ForwardParams make_params(const Problem& problem) {
   } else {
     transform.unit = raw_unit;
   }
-  // In raw scores a filter may be beyond every float; it stops far from there, and further still from every score.
-  const double filter = transform.form == ScoreForm::raw ? mask.padding.filter / problem.scale : mask.padding.filter;
-  transform.filter = transform.form == ScoreForm::raw ? static_cast<float>(std::clamp(filter, -1e38, 1e38)) : static_cast<float>(filter);
+  transform.filter = static_cast<float>(mask.padding.filter);
+  // In raw scores a finite filter may be beyond every float; it stops far from there, and further still from every score.
+  if (transform.form == ScoreForm::raw && std::isfinite(transform.filter)) {
+    transform.filter = static_cast<float>(std::clamp(mask.padding.filter / problem.scale, -1e38, 1e38));
+  }
   return params;
 }
 
