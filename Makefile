@@ -64,7 +64,7 @@ check-wheel: wheel
 # The documentation as a site in site/, and the parts of it that are made from code and result files.
 docs: $(BUILT) .venv/.docs
 	$(VENV_PYTHON) tools/make_docs.py
-	$(VENV_PYTHON) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict --quiet
 	@echo "site/index.html"
 
 clean:
