@@ -61,7 +61,7 @@ def source(path: Path, result: dict[str, Any]) -> str:
         f"{result['gpu']}, driver {result['driver']}, torch {result['torch']}, CUDA {result['cuda']}, {result['date']}, commit "
         f"{result['commit']}.\nEvery peer was timed by the same method in the same run and checked against float64 first. Ratio: above 1 "
         f"we are faster; bold: we are not.\n`@chained`: replays of a CUDA graph of many calls. The whole output, lost lines included: "
-        f"`benchmarks/results/{path.name}`,\nmade by `python benchmarks/bench.py`.\n"
+        f"`benchmarks/results/{path.name}`,\nmade by `python benchmarks/bench.py{' --quick' if result['quick'] else ''}`.\n"
     )
 
 
