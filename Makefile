@@ -32,13 +32,13 @@ test: $(BUILT) $(call stamp_for,$(TEST_PYTHON),test)
 
 # The same suite on CUDA, graph capture included, as the planner decides and with the forward kernels wherever they can run; and
 # compute-sanitizer. Writes result files; needs a GPU and no network.
-gpu-test: $(BUILT)
-	$(TEST_PYTHON) benchmarks/gpu_test.py
-	TORCH_ONNX_ATTN_KERNEL=-decode,-forward_sm80 $(TEST_PYTHON) benchmarks/gpu_test.py
-	$(TEST_PYTHON) benchmarks/sanitize.py
+gpu-test: $(BUILT) $(call stamp_for,$(GPU_PYTHON),test)
+	$(GPU_PYTHON) benchmarks/gpu_test.py
+	TORCH_ONNX_ATTN_KERNEL=-decode,-forward_sm80 $(GPU_PYTHON) benchmarks/gpu_test.py
+	$(GPU_PYTHON) benchmarks/sanitize.py
 
-bench: $(BUILT)
-	$(TEST_PYTHON) benchmarks/bench.py
+bench: $(BUILT) $(call stamp_for,$(GPU_PYTHON),test)
+	$(GPU_PYTHON) benchmarks/bench.py
 
 lint: $(BUILT) .venv/.lint
 	$(VENV_PYTHON) -m ruff check .

@@ -20,6 +20,7 @@ python_for = $(if $(HAS_TORCH),$(if $(call has,$(1)),$(SYSTEM_PYTHON),$(VENV_PYT
 
 BUILD_PYTHON := $(call python_for,torch setuptools ninja numpy)
 TEST_PYTHON := $(call python_for,torch setuptools ninja numpy pytest xdist onnx onnx_ir onnxscript onnxruntime rich matplotlib transformers accelerate)
+GPU_PYTHON := $(call python_for,torch setuptools ninja numpy pytest onnx)
 DEMO_PYTHON := $(call python_for,torch setuptools ninja numpy onnx onnxscript onnxruntime $(DEMO_MODULES))
 
 # Stamps: what .venv holds. With the system's Python there is nothing to install and the stamp is empty.
