@@ -238,7 +238,7 @@ def check_mha(given: dict[str, Any]) -> None:
         for name, cache in (("past_key", key), ("past_value", value)):
             rows = None if cache is key else key.shape[2]
             _check_shape(cache, name, "batch, num_heads, past_len, head_size", query.shape[0], num_heads, rows, head_size)
-            check(cache.dtype == query.dtype, f"{name}: has dtype {_name(cache.dtype)}, but query has {_name(query.dtype)}")
+            _check_dtype(cache, name, query.dtype, "query")
         check(not differ(head_size, v_head_size), f"value: has head size {v_head_size}, but query has {head_size}; with a past they agree")
         total = key.shape[2] + new_len
     if not is_shared:  # else masks may be as narrow as what the device says is filled
@@ -303,7 +303,7 @@ def check_scatter(cache: Tensor, name: str, update: Tensor, write_indices: Tenso
     check(-rank <= axis < rank, f"axis: is {axis}; it must be in [{-rank}, {rank - 1}] for a cache of {rank} axes")
     axis %= rank
     check(axis != 0, "axis: is the batch axis 0; it must be any other")
-    check(update.dtype == cache.dtype, f"update: has dtype {_name(update.dtype)}, but {name} has {_name(cache.dtype)}")
+    _check_dtype(update, "update", cache.dtype, name)
     fits = update.dim() == rank and not any(differ(update.shape[i], cache.shape[i]) for i in range(rank) if i != axis)
     check(fits, f"update: has shape {_text(update)}; it must be that of {name}, {_text(cache)}, but for axis {axis}")
     check(not _is_more(update.shape[axis], cache.shape[axis]), f"update: has {update.shape[axis]} rows, but {name} {cache.shape[axis]}")
