@@ -270,12 +270,12 @@ def run_checks(pair: World, listed: list[tuple[str, str, tuple[Any, ...]]]) -> d
     """How many were run, and what failed. A rank that does not answer ends the list: nothing could be trusted after it."""
     failed: dict[str, str] = {}
     for count, (module, function, arguments) in enumerate(listed, 1):
-        found = pair.results(module, function, *arguments, timeout_s=60)
-        wrong = [item[1] if item else "no answer" for item in found if item is None or not item[0]]
+        answers = pair.results(module, function, *arguments, timeout_s=60)
+        wrong = [answer.failure for answer in answers if answer.failure]
         if wrong:
             failed[f"{function} {', '.join(map(str, arguments))}"] = wrong[0].strip().splitlines()[-1][:300]
             print("FAIL", function, *arguments, wrong[0], flush=True)
-        if None in found:
+        if not all(answer.given for answer in answers):
             return {"run": count, "left_out": len(listed) - count, "failed": failed}
     return {"run": len(listed), "failed": failed}
 
@@ -289,13 +289,12 @@ def run_faults(timeout_s: float = 8.0) -> dict[str, Any]:
         begin = time.monotonic()
         waiting, raising = pair.results("distributed_faults", "bad_argument_on_cuda", "ring", timeout_s=60)
         seconds = time.monotonic() - begin
-        alive = pair.processes[0].is_alive()
         pair.stop()
         found[name] = {
             "group_timeout_s": timeout_s,
             "seconds": seconds,
-            "waiting_rank": str(waiting[1])[:300] if waiting else "no answer, but alive" if alive else "its process was ended",
-            "raising_rank": str(raising[1])[:300] if raising else "its process was ended",
+            "waiting_rank": (waiting.failure or waiting.value)[:300],
+            "raising_rank": (raising.failure or raising.value)[:300],
         }
     return found
 

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
+
+# Before torch is imported, and for every process that a test starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}  # they would outlive the code they were made from
+if sys.platform == "linux":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo asks for this machine's name otherwise, which may have no address
+
 import torch
 
 
@@ -45,6 +56,16 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_terminal() -> None:
+    """What the environment says of the terminal that pytest writes to does not hold for the pipes that tests read."""
+    for name in ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        os.environ.pop(name, None)
+
+
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _fresh() -> None:
+    """Whatever ran before: the same numbers, and nothing compiled yet."""
     torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()

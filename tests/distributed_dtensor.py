@@ -291,6 +291,7 @@ def make_module(kind: str, device: str) -> nn.Module:
 
 def check_tensor_parallel(ranks: Ranks, size: int, kind: str, local: bool, compiled: bool) -> None:
     """parallelize_module on the package's own modules, local tensors or DTensors between the projections."""
+    torch._dynamo.reset()
     module, x = make_module(kind, ranks.device), Source(kind, ranks.device).normal(2, ROWS, HIDDEN)
     with torch.no_grad():
         expected = module(x)
@@ -354,6 +355,7 @@ def check_split_hidden(ranks: Ranks) -> None:
 
 
 def check_fsdp(ranks: Ranks, kind: str, compiled: bool) -> None:
+    torch._dynamo.reset()
     module, x = make_module(kind, ranks.device), Source(kind, ranks.device).normal(2, ROWS, HIDDEN)
     with torch.no_grad():
         expected = module(x)
@@ -365,6 +367,7 @@ def check_fsdp(ranks: Ranks, kind: str, compiled: bool) -> None:
 
 def check_compiled_operators(ranks: Ranks) -> None:
     """Both operators over DTensors in one graph, head counts divided."""
+    torch._dynamo.reset()
     mesh = ranks.mesh()
 
     def call(query: Tensor, key: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import time
 from typing import Any
 
 import torch
@@ -14,12 +13,15 @@ from distributed_world import Ranks, message
 from torch_onnx_attn.distributed import context_parallel_attention, context_parallel_cached, gather_sequence, merge_over_ranks
 
 TIMEOUT_S = 2.0
-STALL_S = 2.5 * TIMEOUT_S
 
 
-def fresh_group() -> dist.ProcessGroup:
-    """A group with a short timeout, which a check may break."""
-    return dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT_S))
+def fresh_group(ranks: Ranks) -> dist.ProcessGroup:
+    """A group that a check may break. All ranks hold it on return, and only then is its timeout short: connecting takes what it takes."""
+    group = dist.new_group()
+    ranks.tell(f"holds group {group.group_name}")
+    ranks.hear(f"holds group {group.group_name}", range(ranks.size))
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_S), group)
+    return group
 
 
 def call(method: str, group: dist.ProcessGroup, width: int = 8, device: str = "cpu") -> torch.Tensor:
@@ -30,21 +32,21 @@ def call(method: str, group: dist.ProcessGroup, width: int = 8, device: str = "c
     return context_parallel_attention(Q, K, V, mesh=group, method=method, is_causal=True)
 
 
-def outcome(method: str, group: dist.ProcessGroup, width: int = 8, device: str = "cpu") -> tuple[str, float]:
-    """The error's text (empty if there was none), and after how many seconds."""
-    begin = time.monotonic()
+def outcome(method: str, group: dist.ProcessGroup, width: int = 8, device: str = "cpu") -> str:
+    """The error's text; empty if there was none."""
     try:
         call(method, group, width, device)
         if device == "cuda":
             torch.cuda.synchronize()
     except RuntimeError as error:
-        return f"{error}", time.monotonic() - begin
-    return "", time.monotonic() - begin
+        return f"{error}"
+    return ""
 
 
-def bad_argument(ranks: Ranks, method: str) -> tuple[str, float]:
+def bad_argument(ranks: Ranks, method: str) -> str:
     """The last rank's head size is wrong: its own call raises."""
-    group = fresh_group()
+    group = dist.group.WORLD
+    assert group is not None
     return outcome(method, group, 8 if ranks.rank + 1 < ranks.size else 7)
 
 
@@ -78,24 +80,27 @@ def disagreement(ranks: Ranks) -> list[str]:
     return told
 
 
-def stall(ranks: Ranks, method: str) -> tuple[str, float]:
-    """The last rank comes after the timeout."""
-    group = fresh_group()
-    if ranks.rank + 1 == ranks.size:
-        time.sleep(STALL_S)
-    return outcome(method, group)
+def stall(ranks: Ranks, method: str) -> str:
+    """The last rank comes when the others have given up."""
+    group = fresh_group(ranks)
+    word, last = f"gave up group {group.group_name}", ranks.size - 1
+    if ranks.rank == last:
+        ranks.hear(word, range(last))
+    told = outcome(method, group)
+    ranks.tell(word)
+    return told
 
 
-def death(ranks: Ranks, method: str) -> tuple[str, float]:
+def death(ranks: Ranks, method: str) -> str:
     """The last rank's process ends."""
-    group = fresh_group()
+    group = fresh_group(ranks)
     if ranks.rank + 1 == ranks.size:
         os._exit(1)
     return outcome(method, group)
 
 
-def bad_argument_on_cuda(ranks: Ranks, method: str) -> tuple[str, float]:
-    """As bad_argument, with the whole world as the group. NCCL may end the processes that wait instead of raising in them."""
+def bad_argument_on_cuda(ranks: Ranks, method: str) -> str:
+    """As bad_argument, after a call that is right. NCCL may end the processes that wait instead of raising in them."""
     group = dist.group.WORLD
     assert group is not None
     call(method, group, device="cuda")

@@ -25,6 +25,7 @@ def warned(call: Any) -> list[str]:
 
 def check_warning(ranks: Ranks) -> None:
     """Inside torch's context an op warns in any gradient mode; before, after, and in our own function it does not."""
+    torch._dynamo.reset()
     mesh, source = ranks.mesh(), Source("warning", ranks.device)
     Q, K, V = (source.normal(1, 4, 16, 8) for _ in range(3))
     ops = torch.ops.onnx_attn

@@ -27,8 +27,10 @@ from torch_onnx_attn.distributed import (
 def mesh() -> Iterator[DeviceMesh]:
     """One rank: this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
 
 
 def some(*shape: int, **options: Any) -> torch.Tensor:
@@ -168,5 +170,5 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=1200, check=False)
     assert run.stdout.startswith("mesh: is None; it must be a DeviceMesh"), run.stdout + run.stderr

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from distributed_faults import STALL_S, TIMEOUT_S
+from distributed_faults import TIMEOUT_S
 from distributed_world import World, world
 
 METHODS = ("allgather", "ulysses", "ring", "decode")
-SLACK_S = 20.0  # for a loaded machine; far below the world's own timeout
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[World]:
-    with world(2, timeout_s=120) as made:
+    with world(2) as made:
         yield made
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_rank_that_raises(pair: World, method: str) -> None:
-    (other, _), (own, _) = pair.run("distributed_faults", "bad_argument", method)
+    other, own = pair.run("distributed_faults", "bad_argument", method)
     assert own == "K: has head size 8, but Q has 7"
     assert other == f"{own} (on rank 1 of the group)", "the other rank hears of it by itself, not by a timeout"
 
@@ -36,14 +35,13 @@ def test_ranks_that_disagree(pair: World) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_rank_that_stalls(pair: World, method: str) -> None:
-    (other, waited), (stalled, _) = pair.run("distributed_faults", "stall", method)
-    assert other and waited < STALL_S + SLACK_S
+    other, stalled = pair.run("distributed_faults", "stall", method)
+    assert f"{TIMEOUT_S * 1000:.0f}ms" in other, other
     assert stalled, "the rank that came late got a result that the others do not have"
 
 
 def test_a_rank_that_dies() -> None:
-    with world(2, timeout_s=120) as made:
-        found = made.results("distributed_faults", "death", "ring")
-    assert found[1] is None and found[0] is not None
-    ok, (other, waited) = found[0]
-    assert ok and other and waited < TIMEOUT_S + SLACK_S
+    with world(2) as made:
+        survivor, dead = made.results("distributed_faults", "death", "ring")
+    assert dead.failure == "its process ended with exit code 1"
+    assert survivor.result(), "a result without the other rank"

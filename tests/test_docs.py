@@ -27,7 +27,7 @@ def test_every_python_block_runs(page: Path, tmp_path: Path) -> None:
     script.write_text("\n".join(blocks(page)))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1200, check=False
     )
     assert run.returncode == 0, run.stderr[-3000:]
 

@@ -343,7 +343,7 @@ def test_every_op_has_a_translation_or_a_pure_form() -> None:
 def python(code: str) -> str:
     command = [sys.executable, "-c", textwrap.dedent(code)]
     root = Path(__file__).resolve().parent.parent
-    result = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=300, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=1200, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

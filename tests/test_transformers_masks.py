@@ -268,7 +268,7 @@ def test_training_with_dropout() -> None:
 
 
 def python(program: str) -> str:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
