@@ -1,4 +1,4 @@
-"""What the examples share: running the exported file, timing, tables, and the verdict."""
+"""What the examples share: running the exported file, comparing and timing the ways to run a model, and the verdict."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class OnnxModel:
         import onnx
         import onnxruntime
 
-        self.model = onnx.load(path)
+        self.path, self.model = path, onnx.load(path)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = torch.get_num_threads()
@@ -70,10 +70,12 @@ class OnnxModel:
         return Counter(node.op_type for node in self.model.graph.node)
 
     def describe(self) -> str:
-        """One line for each attention or cache node: what went in and came out, and its attributes."""
+        """The number of nodes, and one line for each attention or cache node: what went in and came out, and its attributes."""
         import onnx
 
-        lines = []
+        here = Path.cwd()
+        path = self.path.relative_to(here) if self.path.is_relative_to(here) else self.path
+        lines = [f"The file {path}: {self.count().total()} nodes, among them"]
         for node in self.model.graph.node:
             if node.op_type in ("Attention", "MultiHeadAttention", "TensorScatter"):
                 attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
@@ -82,7 +84,7 @@ class OnnxModel:
         return "\n".join(dict.fromkeys(lines))
 
 
-def best_ms(call: Callable[[], Any], repeats: int = 7) -> float:
+def best_ms(call: Callable[[], Any], repeats: int = 5) -> float:
     """The shortest of a few runs, in milliseconds."""
     call()
     times = []
@@ -106,6 +108,35 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, ["-" * width for width in widths], *rows]:
         print("  " + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+class Comparison:
+    """Ways to run a model: how far the result of each is from the wanted one, and how long it takes."""
+
+    def __init__(self, want: torch.Tensor, tolerance: float, parts: int = 1) -> None:
+        """parts: how many equal parts a run has, where the time of one is to be shown."""
+        self.want, self.tolerance, self.parts = want, tolerance, parts
+        self.gaps: dict[str, float] = {}
+        self.rows: list[list[str]] = []
+
+    def time(self, label: str, run: Callable[..., Any], *inputs: Any) -> None:
+        """A way that is not compared, because the wanted result came from it."""
+        self.rows.append([label, "-", f"{best_ms(lambda: run(*inputs)) / self.parts:.2f}"])
+
+    def run(self, label: str, run: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+        result = run(*inputs)
+        self.gaps[label] = difference(result, self.want)
+        self.time(label, run, *inputs)
+        self.rows[-1][1] = f"{self.gaps[label]:.1e}"
+        return result
+
+    def show(self, of_what: str, part: str = "run") -> None:
+        print_table(["what ran", f"largest difference of {of_what}", f"ms per {part}"], self.rows)
+
+    def judge(self, verdict: Verdict, claim: str) -> None:
+        """What each way that was compared has to hold: "label: claim (within tolerance)"."""
+        for label, gap in self.gaps.items():
+            verdict.require(gap < self.tolerance, f"{label}: {claim} (within {self.tolerance:.0e})")
 
 
 class Verdict:

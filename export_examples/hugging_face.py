@@ -6,7 +6,7 @@ Padding stays a mask of keys, causality is an attribute, grouped heads are not r
 from __future__ import annotations
 
 import torch
-from common import OUT, OnnxModel, Verdict, best_ms, compiled, difference, print_table, set_up
+from common import OUT, Comparison, OnnxModel, Verdict, compiled, difference, set_up
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,7 +39,8 @@ def main() -> None:
     print(f"A Llama of {LAYERS} layers with random weights, {heads}; 2 sequences of 64 and 50 tokens\n")
 
     want = model(ids, mask)[tokens]
-    eager_ms = best_ms(lambda: model(ids, mask), 3)
+    comparison = Comparison(want, TOLERANCE)
+    comparison.time("transformers, eager", model, ids, mask)
     enable(model.model)
     path = OUT / "hugging_face.onnx"
     torch_onnx_attn.onnx.export(
@@ -54,19 +55,15 @@ def main() -> None:
     exported = OnnxModel(path)
     fast, compiler = compiled(model, fullgraph=True, dynamic=True)
 
-    rows, gaps = [["transformers, eager", "-", f"{eager_ms:.1f}"]], {}
-    for label, run in (("onnx_attn", model), (f"onnx_attn, {compiler}", fast), (exported.label, lambda *inputs: exported(*inputs)[0])):
-        gaps[label] = difference(run(ids, mask)[tokens], want)
-        rows.append([label, f"{gaps[label]:.1e}", f"{best_ms(lambda run=run: run(ids, mask), 3):.1f}"])
+    comparison.run("onnx_attn", lambda: model(ids, mask)[tokens])
+    comparison.run(f"onnx_attn, {compiler}", lambda: fast(ids, mask)[tokens])
+    comparison.run(exported.label, lambda: exported(ids, mask)[0][tokens])
     print("Compared with transformers' own eager attention, padding left out:")
-    print_table(["what ran", "largest difference of logits", "ms"], rows)
+    comparison.show("logits")
 
-    nodes = exported.count()
-    print(f"\nThe file {path}: {sum(nodes.values())} nodes, among them")
-    print(exported.describe())
-    verdict = Verdict()
-    for label, gap in gaps.items():
-        verdict.require(gap < TOLERANCE, f"{label}: logits as with eager attention (within {TOLERANCE:.0e})")
+    print(f"\n{exported.describe()}")
+    verdict, nodes = Verdict(), exported.count()
+    comparison.judge(verdict, "logits as with eager attention")
     unpadded = model(ids, torch.ones_like(mask))[tokens]
     seen = difference(unpadded[:64], want[:64]) < TOLERANCE and difference(model(ids[1:, :50], mask[1:, :50])[0], want[64:]) < TOLERANCE
     verdict.require(seen, "a padded sequence has the logits that it has alone")

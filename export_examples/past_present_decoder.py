@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from common import OUT, OnnxModel, Verdict, best_ms, compiled, difference, print_table, set_up
-from tiny_decoder import HEAD_SIZE, HEADS, KV_HEADS, LAYERS, TinyDecoder, attend_without_cache, generate_from_scratch
+from common import OUT, Comparison, OnnxModel, Verdict, compiled, set_up
+from tiny_decoder import HEAD_SIZE, HEADS, KV_HEADS, LAYERS, TinyDecoder, generate_from_scratch
 from torch import Tensor, nn
 
 import torch_onnx_attn
@@ -43,16 +43,15 @@ class PastPresentDecoder(nn.Module):
         return logits, *present
 
 
-def generate(step: Step) -> tuple[list[list[int]], Tensor]:
-    """Greedy tokens of each prompt, and the logits [prompts, STEPS, VOCABULARY] they were chosen from."""
+def generate(step: Step) -> Tensor:
+    """The logits [prompts, STEPS, VOCABULARY] that the greedy tokens of each prompt are chosen from."""
     past = [torch.empty(len(PROMPTS), KV_HEADS, 0, HEAD_SIZE) for _ in range(2 * LAYERS)]
     tokens, chosen = torch.tensor(PROMPTS), []
     for _ in range(STEPS):
         logits, past = step(tokens, past)
         chosen.append(logits[:, -1])
         tokens = chosen[-1].argmax(-1, keepdim=True)
-    rows = torch.stack(chosen, 1)
-    return rows.argmax(-1).tolist(), rows
+    return torch.stack(chosen, 1)
 
 
 def main() -> None:
@@ -82,26 +81,19 @@ def main() -> None:
 
         return step
 
-    scratch = [generate_from_scratch(model.decoder, prompt, STEPS, attend_without_cache()) for prompt in PROMPTS]
-    want_tokens, want_logits = [tokens for tokens, _ in scratch], torch.stack([logits for _, logits in scratch])
-    verdict, rows, checks = Verdict(), [], []
+    want = generate_from_scratch(model.decoder, PROMPTS, STEPS)
+    comparison, tokens = Comparison(want, TOLERANCE, parts=STEPS), {}
     for label, run in (("PyTorch eager", model), (compiler, fast), (exported.label, exported)):
-        step = torch_step(run)
-        tokens, logits = generate(step)
-        gap = difference(logits, want_logits)
-        ms = best_ms(lambda step=step: generate(step), 3) / STEPS
-        rows.append([label, "same" if tokens == want_tokens else "different", f"{gap:.1e}", f"{ms:.2f}"])
-        agrees = tokens == want_tokens and gap < TOLERANCE
-        checks.append((agrees, f"{label}: tokens and logits as without a cache (within {TOLERANCE:.0e})"))
+        result = comparison.run(label, generate, torch_step(run))
+        tokens[label] = result.argmax(-1)
     print("Compared with the same model computed again from scratch for every token, attention in plain torch:")
-    print_table(["what ran", "tokens", "largest difference of logits", "ms per step"], rows)
-    print(f"\nTokens of the first prompt: {want_tokens[0]}")
+    comparison.show("logits", part="step")
+    print(f"\nTokens of the first prompt: {want.argmax(-1)[0].tolist()}")
 
-    nodes = exported.count()
-    print(f"\nThe file {path}: {sum(nodes.values())} nodes, among them")
-    print(exported.describe())
-    for holds, claim in checks:
-        verdict.require(holds, claim)
+    print(f"\n{exported.describe()}")
+    verdict, nodes = Verdict(), exported.count()
+    comparison.judge(verdict, "logits of every step as without a cache")
+    verdict.require(all(torch.equal(chosen, want.argmax(-1)) for chosen in tokens.values()), "the same tokens each way")
     verdict.require(nodes["Attention"] == LAYERS, f"{LAYERS} Attention nodes, one for each layer")
     verdict.require(nodes["Softmax"] == 0, "no Softmax node: no attention was taken apart")
     verdict.require(nodes["Concat"] == 0, "no Concat node: the caches grow inside the Attention nodes")

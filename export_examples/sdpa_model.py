@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 
 import torch
-from common import OUT, OnnxModel, Verdict, best_ms, compiled, difference, print_table, set_up
+from common import OUT, Comparison, OnnxModel, Verdict, compiled, difference, set_up
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -59,7 +59,8 @@ def main() -> None:
     padding[1, 50:] = True
     print(f"An encoder of {LAYERS} layers and a pooling block, written for torch alone, with random weights; 64 and 50 rows\n")
 
-    want, torch_ms = model(x, padding), best_ms(lambda: model(x, padding))
+    comparison = Comparison(model(x, padding), TOLERANCE)
+    comparison.time("torch alone", model, x, padding)
     path, axes = OUT / "sdpa_model.onnx", {0: "batch", 1: "rows"}
     with torch_onnx_attn.route_attention() as of_export:
         torch_onnx_attn.onnx.export(
@@ -75,29 +76,27 @@ def main() -> None:
     exported = OnnxModel(path)
     fast, compiler = compiled(model, fullgraph=True)
 
-    rows, gaps, reports = [["torch alone", "-", f"{torch_ms:.1f}"]], {}, {}
+    reports = {}
     for label, run in (("routed", model), (f"routed, {compiler}", fast)):
         with torch_onnx_attn.route_attention() as reports[label]:
-            gaps[label] = difference(run(x, padding), want)
+            run(x, padding)
         with torch_onnx_attn.route_attention():
-            rows.append([label, f"{gaps[label]:.1e}", f"{best_ms(lambda run=run: run(x, padding)):.1f}"])
-    gaps[exported.label] = difference(exported(x, padding)[0], want)
-    rows.append([exported.label, f"{gaps[exported.label]:.1e}", f"{best_ms(lambda: exported(x, padding)):.1f}"])
+            comparison.run(label, run, x, padding)
+    comparison.run(exported.label, lambda: exported(x, padding)[0])
     print("Compared with the same model on torch's own attention:")
-    print_table(["what ran", "largest difference", "ms"], rows)
+    comparison.show("the result")
     print(f"\nThe report of the eager run:\n{reports['routed']}\n\nThe file {path}:")
     print(torch_onnx_attn.onnx.report(path))
 
     print()
     verdict, calls = Verdict(), LAYERS + 1
-    for label, gap in gaps.items():
-        verdict.require(gap < TOLERANCE, f"{label}: the numbers of torch alone (within {TOLERANCE:.0e})")
+    comparison.judge(verdict, "the numbers of torch alone")
     for label, report in {**reports, "export": of_export}.items():
         verdict.require(report.routed.total() == calls and not report.left, f"{label}: {calls} calls routed, none left")
     nodes = exported.count()
     verdict.require(nodes["Attention"] == calls and nodes["Softmax"] == 0, f"{calls} Attention nodes, no attention was taken apart")
     alone = exported_by_torch_alone(model, (x, padding))
-    print(f"       (torch alone exports {sum(alone.values())} nodes, {alone['Attention']} of them Attention; here {sum(nodes.values())})")
+    print(f"       (torch alone exports {alone.total()} nodes, {alone['Attention']} of them Attention; here {nodes.total()})")
     shorter = x[:1, :7], padding[:1, :7]
     verdict.require(difference(exported(*shorter)[0], model(*shorter)) < TOLERANCE, "the same file runs at batch 1 and 7 rows")
     with warnings.catch_warnings(), torch_onnx_attn.route_attention() as of_training:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from common import OUT, OnnxModel, Verdict, best_ms, compiled, difference, print_table, set_up
+from common import OUT, Comparison, OnnxModel, Verdict, compiled, difference, set_up
 from torch import Tensor, nn
 
 import torch_onnx_attn
@@ -80,8 +80,13 @@ class SentenceEncoder(nn.Module):
         x = self.norm(self.tokens(ids) + self.positions.weight[: ids.shape[1]] + self.token_type)
         for layer in self.layers:
             x = layer(x, keep)
-        weight = keep.unsqueeze(-1).to(x.dtype)
-        return nn.functional.normalize((x * weight).sum(1) / weight.sum(1))
+        return pooled(x, keep)
+
+
+def pooled(x: Tensor, keep: Tensor) -> Tensor:
+    """The mean over the tokens [batch, length, hidden] that are none of padding, as unit vectors [batch, hidden]."""
+    weight = keep.unsqueeze(-1).to(x.dtype)
+    return nn.functional.normalize((x * weight).sum(1) / weight.sum(1))
 
 
 def renamed(weights: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
@@ -123,8 +128,8 @@ def tokenize(folder: Path, sentences: Sequence[str]) -> tuple[Tensor, Tensor]:
     return ids, torch.tensor([encoding.attention_mask for encoding in encodings], dtype=torch.int32)
 
 
-def with_transformers(folder: Path, ids: Tensor, keep: Tensor) -> Tensor | None:
-    """The same embeddings by transformers' BertModel with its own attention, or None if transformers is not installed."""
+def transformers_encoder(folder: Path) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """The same encoder by transformers' BertModel with its own attention, or None if transformers is not installed."""
     try:
         from transformers import BertModel
         from transformers.utils import logging
@@ -133,10 +138,12 @@ def with_transformers(folder: Path, ids: Tensor, keep: Tensor) -> Tensor | None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model = BertModel.from_pretrained(str(folder), attn_implementation="eager").eval()
-    with torch.no_grad():
-        x = model(input_ids=ids, attention_mask=keep).last_hidden_state
-    weight = keep.unsqueeze(-1).to(x.dtype)
-    return nn.functional.normalize((x * weight).sum(1) / weight.sum(1))
+
+    @torch.no_grad()
+    def encode(ids: Tensor, keep: Tensor) -> Tensor:
+        return pooled(model(input_ids=ids, attention_mask=keep).last_hidden_state, keep)
+
+    return encode
 
 
 def main() -> None:
@@ -158,19 +165,17 @@ def main() -> None:
     exported = OnnxModel(path)
     fast, compiler = compiled(model, fullgraph=True, dynamic=True)
 
-    eager = model(ids, keep)
-    independent = with_transformers(folder, ids, keep)
-    rows = [["PyTorch eager, torch.ops.onnx_attn.mha", "-", f"{best_ms(lambda: model(ids, keep)):.1f}"]]
-    differences = {}
-    for label, run in ((compiler, fast), (exported.label, lambda *inputs: exported(*inputs)[0])):
-        differences[label] = difference(run(ids, keep), eager)
-        rows.append([label, f"{differences[label]:.1e}", f"{best_ms(lambda run=run: run(ids, keep)):.1f}"])
+    comparison = Comparison(model(ids, keep), TOLERANCE)
+    comparison.time("PyTorch eager, torch.ops.onnx_attn.mha", model, ids, keep)
+    comparison.run(compiler, fast, ids, keep)
+    comparison.run(exported.label, lambda: exported(ids, keep)[0])
+    independent = transformers_encoder(folder)
+    if independent is not None:
+        comparison.run("transformers BertModel, its own attention", independent, ids, keep)
+    print("Compared with PyTorch eager:")
+    comparison.show("embeddings", part="batch")
     if independent is None:
-        rows.append(["transformers BertModel: not installed, so not compared", "", ""])
-    else:
-        differences["transformers BertModel"] = difference(independent, eager)
-        rows.append(["transformers BertModel, its own attention", f"{differences['transformers BertModel']:.1e}", ""])
-    print_table(["what ran", "largest difference to eager", "ms per batch"], rows)
+        print("  (transformers is not installed, so its BertModel is not compared)")
 
     print("\nHow alike the sentences are (1 = same meaning; from ONNX Runtime):")
     embeddings = exported(ids, keep)[0]
@@ -179,14 +184,11 @@ def main() -> None:
     for i, j in [*pairs, (0, 2), (3, 4), (5, 6)]:
         print(f"  {scores[i, j]:5.2f}  {SENTENCES[i]}\n         {SENTENCES[j]}")
 
-    nodes = exported.count()
-    print(f"\nThe file {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}: {sum(nodes.values())} nodes")
-    print(exported.describe().splitlines()[0])
-    verdict = Verdict()
+    print(f"\n{exported.describe()}")
+    verdict, nodes = Verdict(), exported.count()
     verdict.require(nodes["MultiHeadAttention"] == 6, "6 MultiHeadAttention nodes, one for each layer")
     verdict.require(nodes["Softmax"] == 0, "no Softmax node: no attention was taken apart")
-    for label, gap in differences.items():
-        verdict.require(gap < TOLERANCE, f"{label} agrees with eager within {TOLERANCE:.0e}")
+    comparison.judge(verdict, "agrees with eager")
     alike = min(scores[i, j].item() for i, j in pairs)
     unlike = max(scores[i, j].item() for i in range(len(SENTENCES)) for j in range(i) if i // 2 != j // 2)
     verdict.require(alike > unlike + 0.1, f"like sentences ({alike:.2f} and up) are closer than any others ({unlike:.2f} at most)")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from common import OUT, OnnxModel, Verdict, best_ms, compiled, difference, print_table, set_up
-from tiny_decoder import HEAD_SIZE, HEADS, KV_HEADS, LAYERS, TinyDecoder, attend_without_cache, generate_from_scratch
+from common import OUT, Comparison, OnnxModel, Verdict, compiled, set_up
+from tiny_decoder import HEAD_SIZE, HEADS, KV_HEADS, LAYERS, TinyDecoder, generate_from_scratch
 from torch import Tensor, nn
 
 import torch_onnx_attn
@@ -44,8 +44,8 @@ def empty_caches(batch: int, fill: float = 0.0) -> list[Tensor]:
     return [torch.full((batch, KV_HEADS, CAPACITY, HEAD_SIZE), fill) for _ in range(2 * LAYERS)]
 
 
-def generate(step: Step, fill: float) -> tuple[list[list[int]], Tensor]:
-    """Greedy tokens of each prompt, and the logits [prompts, STEPS, VOCABULARY] they were chosen from."""
+def generate(step: Step, fill: float) -> Tensor:
+    """The logits [prompts, STEPS, VOCABULARY] that the greedy tokens of each prompt are chosen from."""
     lengths = torch.tensor([len(prompt) for prompt in PROMPTS])
     padded = torch.tensor([prompt + [0] * (int(lengths.max()) - len(prompt)) for prompt in PROMPTS])
     logits, caches = step(padded, torch.zeros_like(lengths), empty_caches(len(PROMPTS), fill))
@@ -54,8 +54,7 @@ def generate(step: Step, fill: float) -> tuple[list[list[int]], Tensor]:
         logits, caches = step(chosen[-1].argmax(-1, keepdim=True), lengths, caches)  # overwrites the padding's rows
         lengths = lengths + 1
         chosen.append(logits[:, 0])
-    rows = torch.stack(chosen, 1)
-    return rows.argmax(-1).tolist(), rows
+    return torch.stack(chosen, 1)
 
 
 def main() -> None:
@@ -79,37 +78,32 @@ def main() -> None:
     exported = OnnxModel(path)
     fast, compiler = compiled(model, fullgraph=True, dynamic=True)
 
-    def eager_step(tokens: Tensor, lengths: Tensor, caches: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        return model(tokens, lengths, *caches)[0], caches  # written in place
-
-    def compiled_step(tokens: Tensor, lengths: Tensor, caches: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        return fast(tokens, lengths, *caches)[0], caches
+    def torch_step(run: Callable[..., tuple[Tensor, ...]]) -> Step:
+        return lambda tokens, lengths, caches: (run(tokens, lengths, *caches)[0], caches)  # written in place
 
     def onnx_step(tokens: Tensor, lengths: Tensor, caches: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         logits, *caches = exported(tokens, lengths, *caches)
         return logits, caches
 
-    scratch = [generate_from_scratch(model.decoder, prompt, STEPS, attend_without_cache()) for prompt in PROMPTS]
-    want_tokens, want_logits = [tokens for tokens, _ in scratch], torch.stack([logits for _, logits in scratch])
-    verdict, rows, checks = Verdict(), [], []
+    want = generate_from_scratch(model.decoder, PROMPTS, STEPS)
+    comparison, tokens = Comparison(want, TOLERANCE, parts=STEPS), {}
     # The op never reads past a sequence's length, so not-a-number there is no matter; ONNX Runtime multiplies it by zero.
     nan = float("nan")
-    for label, step, fill in (("PyTorch eager", eager_step, nan), (compiler, compiled_step, nan), (exported.label, onnx_step, 0.0)):
-        tokens, logits = generate(step, fill)
-        gap = difference(logits, want_logits)
-        ms = best_ms(lambda step=step, fill=fill: generate(step, fill), 3) / STEPS
-        rows.append([label, "same" if tokens == want_tokens else "different", f"{gap:.1e}", f"{ms:.2f}"])
-        agrees = tokens == want_tokens and gap < TOLERANCE
-        checks.append((agrees, f"{label}: tokens and logits as without a cache (within {TOLERANCE:.0e})"))
+    for label, step, fill in (
+        ("PyTorch eager", torch_step(model), nan),
+        (compiler, torch_step(fast), nan),
+        (exported.label, onnx_step, 0.0),
+    ):
+        result = comparison.run(label, generate, step, fill)
+        tokens[label] = result.argmax(-1)
     print("Compared with the same model computed again from scratch for every token, attention in plain torch:")
-    print_table(["what ran", "tokens", "largest difference of logits", "ms per step"], rows)
-    print(f"\nTokens of the first prompt: {want_tokens[0]}")
+    comparison.show("logits", part="step")
+    print(f"\nTokens of the first prompt: {want.argmax(-1)[0].tolist()}")
 
-    nodes = exported.count()
-    print(f"\nThe file {path}: {sum(nodes.values())} nodes, among them")
-    print(exported.describe())
-    for holds, claim in checks:
-        verdict.require(holds, claim)
+    print(f"\n{exported.describe()}")
+    verdict, nodes = Verdict(), exported.count()
+    comparison.judge(verdict, "logits of every step as without a cache")
+    verdict.require(all(torch.equal(chosen, want.argmax(-1)) for chosen in tokens.values()), "the same tokens each way")
     verdict.require(nodes["Attention"] == LAYERS, f"{LAYERS} Attention nodes, one for each layer")
     verdict.require(nodes["TensorScatter"] == 2 * LAYERS, f"{2 * LAYERS} TensorScatter nodes, one for each cache")
     verdict.require(nodes["Softmax"] == 0, "no Softmax node: no attention was taken apart")

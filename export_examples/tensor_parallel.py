@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import OUT, OnnxModel, Verdict, best_ms, difference, print_table, set_up
+from common import OUT, Comparison, OnnxModel, Verdict, difference, set_up
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -103,7 +104,7 @@ def run(rank: int, store: str) -> None:
     tokens = torch.randint(VOCABULARY, (2, ROWS))
     reference = copy.deepcopy(model)
     reference.block.forward = lambda hidden: with_torch_alone(model.block, hidden)
-    want = reference(tokens)
+    comparison = Comparison(reference(tokens), TOLERANCE)
 
     parallel = copy.deepcopy(model)
     parallelize_module(parallel.block, init_device_mesh("cpu", (RANKS,)), PLAN)
@@ -116,33 +117,31 @@ def run(rank: int, store: str) -> None:
     by_files = copy.deepcopy(model)
     by_files.block = Summed(exported)
 
-    rows, gaps = [], {}
     for label, candidate in (("PyTorch, one process", model), ("PyTorch, split", parallel), (f"{exported.label}, a file each", by_files)):
-        gaps[label] = difference(candidate(tokens), want)
-        rows.append([label, f"{gaps[label]:.1e}", f"{best_ms(lambda candidate=candidate: candidate(tokens), 3):.1f}"])
-    short = difference(by_files(tokens[:1, :3]), model(tokens[:1, :3]))
-
-    found: list[dict[str, object]] = [{} for _ in range(RANKS)]
-    nodes = exported.count()
-    dist.all_gather_object(
-        found, {"gaps": gaps, "short": short, "nodes": nodes, "heads": half.q.weight.shape[0] // HEAD_SIZE, "shown": exported.describe()}
-    )
+        comparison.run(f"rank {rank}, {label}", candidate, tokens)
+    facts = {
+        "comparison": comparison,
+        "short": difference(by_files(tokens[:1, :3]), model(tokens[:1, :3])),
+        "nodes": exported.count(),
+        "heads": half.q.weight.shape[0] // HEAD_SIZE,
+        "file": exported.describe(),
+    }
+    found: list[dict[str, Any]] = [{} for _ in range(RANKS)]
+    dist.all_gather_object(found, facts)
     if rank == 0:
-        report(rows, found)
+        report(found)
     dist.destroy_process_group()
 
 
-def report(rows: list[list[str]], found: list[dict]) -> None:
+def report(found: list[dict[str, Any]]) -> None:
     print(f"A model of {BLOCKS} blocks with {Q_HEADS} query and {KV_HEADS} key heads, split over {RANKS} processes\n")
     print("Compared with the same model in one process, attention in plain torch:")
-    print_table(["what ran", "largest difference of logits", "ms"], rows)
+    found[0]["comparison"].show("logits")
+    for facts in found:
+        print(f"\n{facts['file']}")
     verdict = Verdict()
     for rank, facts in enumerate(found):
-        print(f"\nThe file {OUT / f'tensor_parallel_rank{rank}.onnx'}: {sum(facts['nodes'].values())} nodes, among them")
-        print(facts["shown"])
-    for rank, facts in enumerate(found):
-        for label, gap in facts["gaps"].items():
-            verdict.require(gap < TOLERANCE, f"rank {rank}, {label}: the same logits (within {TOLERANCE:.0e})")
+        facts["comparison"].judge(verdict, "the same logits")
         verdict.require(facts["short"] < TOLERANCE, f"rank {rank}: the same file runs at batch 1 and 3 tokens")
         verdict.require(facts["heads"] == Q_HEADS // RANKS, f"rank {rank}: {Q_HEADS // RANKS} query heads")
         verdict.require(facts["nodes"]["Attention"] == 1, f"rank {rank}: one Attention node")

@@ -69,12 +69,12 @@ def attend_without_cache(window: int | None = None, softcap: float = 0.0, scale:
     return attend
 
 
-def generate_from_scratch(model: TinyDecoder, prompt: list[int], steps: int, attend: Attend) -> tuple[list[int], Tensor]:
-    """Greedy tokens and the logits of each step, with the whole sequence computed again for every token."""
-    sequence, logits = list(prompt), []
-    for _ in range(steps):
-        tokens = torch.tensor([sequence])
-        row = model(tokens, torch.arange(len(sequence))[None], attend)[0, -1]
-        logits.append(row)
-        sequence.append(int(row.argmax()))
-    return sequence[len(prompt) :], torch.stack(logits)
+def generate_from_scratch(model: TinyDecoder, prompts: list[list[int]], steps: int) -> Tensor:
+    """The logits [prompts, steps, VOCABULARY] that greedy tokens are chosen from, everything computed again for every token."""
+    attend, logits = attend_without_cache(), []
+    for prompt in prompts:
+        sequence = list(prompt)
+        for _ in range(steps):
+            logits.append(model(torch.tensor([sequence]), torch.arange(len(sequence))[None], attend)[0, -1])
+            sequence.append(int(logits[-1].argmax()))
+    return torch.stack(logits).unflatten(0, (len(prompts), steps))

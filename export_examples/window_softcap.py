@@ -6,7 +6,7 @@ A window of W tokens is left_window_size = W - 1: ONNX counts the keys before th
 from __future__ import annotations
 
 import torch
-from common import OUT, OnnxModel, Verdict, best_ms, compiled, difference, print_table, set_up
+from common import OUT, Comparison, OnnxModel, Verdict, compiled, difference, set_up
 from tiny_decoder import HEADS, LAYERS, LONGEST, VOCABULARY, TinyDecoder, attend_without_cache
 from torch import Tensor, nn
 
@@ -44,19 +44,15 @@ def main() -> None:
 
     attend = attend_without_cache(WINDOW, SOFTCAP, SCALE)
     want = model.decoder(tokens, torch.arange(LONGEST)[None], attend)
-    rows, gaps = [], {}
+    comparison = Comparison(want, TOLERANCE)
     for label, run in (("PyTorch eager", model), (compiler, fast), (exported.label, lambda *inputs: exported(*inputs)[0])):
-        gaps[label] = difference(run(tokens), want)
-        rows.append([label, f"{gaps[label]:.1e}", f"{best_ms(lambda run=run: run(tokens), 3):.1f}"])
+        comparison.run(label, run, tokens)
     print("Compared with the same model whose attention is written with masks in plain torch:")
-    print_table(["what ran", "largest difference of logits", "ms"], rows)
+    comparison.show("logits")
 
-    nodes = exported.count()
-    print(f"\nThe file {path}: {sum(nodes.values())} nodes, among them")
-    print(exported.describe())
-    verdict = Verdict()
-    for label, gap in gaps.items():
-        verdict.require(gap < TOLERANCE, f"{label}: logits as with masks (within {TOLERANCE:.0e})")
+    print(f"\n{exported.describe()}")
+    verdict, nodes = Verdict(), exported.count()
+    comparison.judge(verdict, "logits as with masks")
     full = model.decoder(tokens, torch.arange(LONGEST)[None], attend_without_cache(None, SOFTCAP, SCALE))
     verdict.require(difference(full, want) > 100 * TOLERANCE, "the window matters: without it the logits are others")
     verdict.require(nodes["Attention"] == LAYERS, f"{LAYERS} Attention nodes, one for each layer")
