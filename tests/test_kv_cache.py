@@ -157,8 +157,24 @@ def test_other_mistakes_are_named() -> None:
         cache.key(2)
     with pytest.raises(ValueError, match="K, V: must be given together"):
         cache.attend(0, Q, K)
-    with pytest.raises(ValueError, match="Q: has 3 axes"):
-        cache.attend(0, Q[0])
+    for wrong in (Q[0], "Q", None):
+        with pytest.raises(ValueError, match=r"^Q: is .*must be a tensor \[batch, heads, rows, head_size\]"):
+            cache.attend(0, wrong, K, V)
+    with pytest.raises((RuntimeError, TypeError), match=r"'K'"):
+        cache.attend(0, Q, [1], V)
+    for wrong in (None, "K", K[0]):
+        with pytest.raises(ValueError, match=r"^K: is .*must be torch\.float32 \[2, 2, rows, 8\]"):
+            cache.append(0, wrong, V)
+    with pytest.raises(ValueError, match=r"^K: has 17 rows, must have at most the capacity of 16"):
+        cache.append(0, *rows(17)[1:])
+    for wrong in (-3, "x", 1.5):
+        with pytest.raises(ValueError, match=f"^rows: is {wrong!r}, must be an integer from 0 on"):
+            cache.positions(wrong)
+    for wrong in ([0, 2], [-3, 0]):
+        with pytest.raises(IndexError, match=r"^entries: .*must be 0 to 1"):
+            cache.reorder(torch.tensor(wrong))
+        with pytest.raises(IndexError, match=r"^entries: .*must be 0 to 1"):
+            cache.reset(torch.tensor(wrong))
     for layer in (-1, "0", 0.0, True):
         with pytest.raises(IndexError, match=f"layer: is {layer!r}, must be 0 to 1"):
             cache.attend(layer, Q, K, V)

@@ -130,6 +130,29 @@ def test_an_unknown_kernel_is_an_error_that_names_it():
         pass
 
 
+@pytest.mark.parametrize(
+    "choice, message",
+    [
+        ({"name": 3}, "name: is 3, must be the name of a kernel"),
+        ({"name": ""}, "name: is '', must be the name of a kernel"),
+        ({"forbid": "decode"}, "forbid: is 'decode', must be a tuple of names"),
+        ({"forbid": ("decode", 3)}, r"forbid: is \('decode', 3\), must be a tuple of names"),
+        ({"name": "general", "forbid": ("general",)}, "forbid: has 'general', which name forces"),
+    ],
+)
+def test_choices_that_are_none_are_named(choice, message):
+    with pytest.raises(ValueError, match=f"^{message}"), kernel(**choice):
+        pass
+
+
+def test_explain_names_what_it_cannot_use():
+    for op in ("attention", None):
+        with pytest.raises(ValueError, match=f"^op: is {op!r}, must be an op of torch.ops.onnx_attn"):
+            explain(op, *qkv())
+    with pytest.raises(ValueError, match=r"^machine: is 'h200', must be a Machine"):
+        explain(attention.default, *qkv(), machine="h200")
+
+
 def test_a_forced_kernel_that_cannot_run_says_why():
     with kernel("decode"), pytest.raises(RuntimeError, match="float16"):
         explain(attention.default, *qkv(dtype=torch.float64), machine=H200)

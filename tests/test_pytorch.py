@@ -636,6 +636,15 @@ def test_modules_refuse_sizes_that_do_not_fit() -> None:
         nn.Attention(65, 4)
     with pytest.raises(ValueError, match=r"embed_dim: is 33.*4"):
         nn.MultiHeadAttention(33, 4)
+    hidden = torch.randn(2, 5, 64)
+    for wrong in (hidden[..., :63], hidden[0], [[1.0]], None):
+        with pytest.raises(ValueError, match=r"^hidden: is .*must be a tensor \[batch, rows, embed_dim = 64\]"):
+            nn.Attention(64, 4)(wrong)
+        with pytest.raises(ValueError, match=r"^query: is .*must be a tensor \[batch, rows, embed_dim = 64\]"):
+            nn.MultiHeadAttention(64, 4)(wrong)
+    for key, value, name in ((hidden[..., :63], None, "key"), (hidden, "value", "value")):
+        with pytest.raises(ValueError, match=rf"^{name}: is .*must be a tensor"):
+            nn.MultiHeadAttention(64, 4)(hidden, key, value)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

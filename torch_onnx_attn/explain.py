@@ -61,7 +61,12 @@ def explain(op: Callable[..., Any], *args: Any, machine: Machine | None = None, 
 
     Raises:
         RuntimeError: as the call itself would, or when it does not attend at all.
+        ValueError: op cannot be called, or machine is no Machine.
     """
+    if not callable(op):
+        raise ValueError(f"op: is {op!r}, must be an op of torch.ops.onnx_attn that attends, or a function that calls one")
+    if machine is not None and not isinstance(machine, Machine):
+        raise ValueError(f"machine: is {machine!r}, must be a Machine, such as torch_onnx_attn.H200")
     record_plans = torch.ops.onnx_attn._record_plans
     record_plans(True, [int(field) for field in machine] if machine else [])
     try:
@@ -92,7 +97,17 @@ def kernel(name: str | None = None, *, forbid: tuple[str, ...] = ()) -> Iterator
     Args:
         name: ``decode``, ``forward_sm90`` (Hopper), ``forward_sm80``, ``forward_float32`` or ``general``.
         forbid: names that may not be chosen.
+
+    Raises:
+        RuntimeError: there is no such kernel.
+        ValueError: what is given is no name, or name is also forbidden.
     """
+    if name is not None and (not isinstance(name, str) or not name):
+        raise ValueError(f"name: is {name!r}, must be the name of a kernel, or None")
+    if isinstance(forbid, str) or not all(isinstance(forbidden, str) and forbidden for forbidden in forbid):
+        raise ValueError(f"forbid: is {forbid!r}, must be a tuple of names of kernels")
+    if name in forbid:
+        raise ValueError(f"forbid: has {name!r}, which name forces")
     outer = getattr(_preference, "text", "")
     _prefer(",".join([*([name] if name else []), *(f"-{forbidden}" for forbidden in forbid)]))
     try:

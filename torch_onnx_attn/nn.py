@@ -14,6 +14,11 @@ def _check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name}: is {size!r}, must be a positive integer")
 
 
+def _check_hidden(name: str, hidden: Tensor, width: int) -> None:
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[2] != width:
+        raise ValueError(f"{name}: is {_kind(hidden)}, must be a tensor [batch, rows, embed_dim = {width}]")
+
+
 class Attention(torch.nn.Module):
     """Multi-head attention with grouped key/value heads over ai.onnx::Attention.
 
@@ -52,6 +57,7 @@ class Attention(torch.nn.Module):
             raise ValueError(f"num_kv_heads: is {kv_heads}; num_heads = {num_heads} must be a multiple of it")
         if head_size is None and embed_dim % num_heads:
             raise ValueError(f"embed_dim: is {embed_dim}, which is not a multiple of num_heads = {num_heads}; give head_size")
+        self.embed_dim = embed_dim
         self.head_size = embed_dim // num_heads if head_size is None else head_size
         _check_sizes(head_size=self.head_size)
         self.attributes = {
@@ -88,8 +94,7 @@ class Attention(torch.nn.Module):
             key_cache, value_cache: ``[B, Hkv, capacity, head_size]``, written in place.
             cache_lengths: int64 ``[B]``, rows in use.
         """
-        if hidden.dim() != 3:
-            raise ValueError(f"hidden: has {hidden.dim()} axes, must be [batch, rows, embed_dim]")
+        _check_hidden("hidden", hidden, self.embed_dim)
         Q, K, V = self._heads(self.q_proj(hidden)), self._heads(self.k_proj(hidden)), self._heads(self.v_proj(hidden))
         given = [cache is not None for cache in (key_cache, value_cache, cache_lengths)]
         if any(given):
@@ -133,6 +138,7 @@ class MultiHeadAttention(torch.nn.Module):
         _check_sizes(embed_dim=embed_dim, num_heads=num_heads)
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim: is {embed_dim}, which is not a multiple of num_heads = {num_heads}")
+        self.embed_dim = embed_dim
         self.head_size = embed_dim // num_heads
         self.attributes = {
             "scale": scale,
@@ -163,6 +169,8 @@ class MultiHeadAttention(torch.nn.Module):
         """
         key = query if key is None else key
         value = key if value is None else value
+        for name, hidden in (("query", query), ("key", key), ("value", value)):
+            _check_hidden(name, hidden, self.embed_dim)
         projected_query = self.q_proj(query)
         output = torch.ops.onnx_attn.mha.default(
             projected_query,
@@ -244,6 +252,7 @@ class KVCache(torch.nn.Module):
 
     def positions(self, rows: int) -> Tensor:
         """The positions of this step's rows, for position embeddings: int64 ``[batch, rows]``."""
+        _check_rows(rows, "an integer from 0 on")
         return self.lengths[:, None] + torch.arange(rows, device=self.lengths.device)
 
     def append(self, layer: int, K: Tensor, V: Tensor) -> None:
@@ -257,9 +266,11 @@ class KVCache(torch.nn.Module):
         """
         keys, values = self.key(layer), self.value(layer)
         for name, new, cache in (("K", K, keys), ("V", V, values)):
-            allowed = [*cache.shape[:2], K.shape[2] if K.dim() == 4 else "rows", cache.shape[3]]
-            if new.dim() != 4 or list(new.shape) != allowed or new.dtype != cache.dtype:
-                raise ValueError(f"{name}: is {new.dtype} {list(new.shape)}, must be {cache.dtype} [{', '.join(map(str, allowed))}]")
+            allowed = [*cache.shape[:2], K.shape[2] if isinstance(K, Tensor) and K.dim() == 4 else "rows", cache.shape[3]]
+            if not isinstance(new, Tensor) or new.dim() != 4 or list(new.shape) != allowed or new.dtype != cache.dtype:
+                raise ValueError(f"{name}: is {_kind(new)}, must be {cache.dtype} [{', '.join(map(str, allowed))}]")
+        if isinstance(K.shape[2], int) and K.shape[2] > self.capacity:
+            raise ValueError(f"K: has {K.shape[2]} rows, must have at most the capacity of {self.capacity}")
         ops.tensor_scatter_(keys, K, self.lengths)
         ops.tensor_scatter_(values, V, self.lengths)
 
@@ -296,9 +307,9 @@ class KVCache(torch.nn.Module):
         """
         if (K is None) != (V is None):
             raise ValueError("K, V: must be given together, or neither")
-        if Q.dim() != 4:
-            raise ValueError(f"Q: has {Q.dim()} axes, must be [batch, heads, rows, head_size]")
-        if K is not None and K.dim() == 4 and K.shape[2] != Q.shape[2]:
+        if not isinstance(Q, Tensor) or Q.dim() != 4:
+            raise ValueError(f"Q: is {_kind(Q)}, must be a tensor [batch, heads, rows, head_size]")
+        if isinstance(K, Tensor) and K.dim() == 4 and K.shape[2] != Q.shape[2]:
             raise ValueError(f"K: has {K.shape[2]} rows, must have the {Q.shape[2]} of Q")
         keys, values = self.key(layer), self.value(layer)
         attributes = {
@@ -326,8 +337,8 @@ class KVCache(torch.nn.Module):
         """
         if isinstance(rows, Tensor):
             self._check_entries("rows", rows)
-        elif not isinstance(rows, int | torch.SymInt) or isinstance(rows, bool) or rows < 0:
-            raise ValueError(f"rows: is {rows!r}, must be an integer from 0 on, or int64 [batch]")
+        else:
+            _check_rows(rows, "an integer from 0 on, or int64 [batch]")
         self.lengths.add_(rows)
 
     def reset(self, entries: Tensor | None = None) -> None:
@@ -337,7 +348,10 @@ class KVCache(torch.nn.Module):
             return
         if not isinstance(entries, Tensor) or entries.dtype != torch.int64 or entries.dim() != 1:
             raise ValueError(f"entries: is {_kind(entries)}, must be an int64 tensor of one axis")
-        self.lengths.index_fill_(0, entries, 0)
+        try:
+            self.lengths.index_fill_(0, entries, 0)
+        except IndexError as error:  # on the CPU only: elsewhere the host does not read them
+            raise IndexError(f"entries: {error}, must be 0 to {self.lengths.shape[0] - 1}") from None
 
     def reorder(self, entries: Tensor) -> None:
         """Batch entry b continues the sequence of entry ``entries[b]``, as after a step of beam search.
@@ -347,7 +361,11 @@ class KVCache(torch.nn.Module):
         """
         self._check_entries("entries", entries)
         for buffer in self.buffers():
-            buffer.copy_(buffer.index_select(0, entries))
+            try:
+                moved = buffer.index_select(0, entries)
+            except IndexError as error:
+                raise IndexError(f"entries: {error}, must be 0 to {self.lengths.shape[0] - 1}") from None
+            buffer.copy_(moved)
 
     def _check_entries(self, name: str, numbers: Tensor) -> None:
         """One whole number for each batch entry."""
@@ -359,6 +377,11 @@ class KVCache(torch.nn.Module):
         longest, entry = (int(number) for number in self.lengths.max(0))
         if longest > self.capacity:
             raise RuntimeError(f"lengths: entry {entry} has {longest} rows, the capacity is {self.capacity}; rows beyond it are lost")
+
+
+def _check_rows(rows: object, allowed: str) -> None:
+    if not isinstance(rows, int | torch.SymInt) or isinstance(rows, bool) or rows < 0:
+        raise ValueError(f"rows: is {rows!r}, must be {allowed}")
 
 
 def _kind(value: object) -> str:

@@ -134,7 +134,7 @@ def mha(
         past_key, past_value: ``[B, N, P, D]``, given together. The result then has the presents.
         past_sequence_length: one int32 or int64: past_key and past_value are buffers ``[B, N, capacity, D]`` of which this many rows
             are in use. **They are written in place** at the following S rows, and no present is returned.
-        cache_indirection: int32 ``[B / beams, beams, capacity]``, with past_sequence_length: which beam each past row comes from.
+        cache_indirection: int32 or int64 ``[B / beams, beams, capacity]``, with past_sequence_length: which beam each past row comes from.
         num_heads: N.
         mask_filter_value: what a padded key gets added.
         scale: 0 means ``1 / sqrt(D)``.

@@ -193,8 +193,8 @@ def record(path: str | os.PathLike[str] | None, call: int = 0) -> Iterator[Recor
 
     Compiled functions run eagerly meanwhile, so that their calls are seen; replays of a CUDA graph are not.
     """
-    if call < 0:
-        raise BadInput(f"call: is {call}; calls are counted from 0")
+    if not isinstance(call, int) or call < 0:
+        raise BadInput(f"call: is {call!r}; calls are counted from 0")
     if path is not None:
         check_writable(path)
     with torch.compiler.set_stance("force_eager"), Recorder(path, call) as recorder:
@@ -263,6 +263,8 @@ def replay(path: str | os.PathLike[str], device: str | torch.device | None = Non
         BadInput: the file cannot be used.
         RuntimeError: the op refuses the call.
     """
+    if not isinstance(repeats, int) or repeats < 1:
+        raise BadInput(f"repeats: is {repeats!r}, must be an integer from 1 on")
     recorded = load(path)
     if device is None:
         device = "cuda" if recorded.origin["device"].startswith("cuda") and torch.cuda.is_available() else "cpu"

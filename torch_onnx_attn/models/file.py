@@ -29,6 +29,8 @@ def open_model(path: str | os.PathLike[str]) -> Any:
     Raises:
         BadInput: no such file, not ONNX, cut short, external data that is missing, too short or outside the model's folder.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise BadInput(f"path: is of type {type(path).__name__}, must be the path of an ONNX file")
     file = Path(path)
     if not file.is_file():
         raise BadInput(f"{file}: is a folder, not a model file" if file.is_dir() else f"{file}: there is no such file")

@@ -88,6 +88,8 @@ def find_nodes(model: Any, source: object = "the model") -> list[AttentionNode]:
     Raises:
         BadInput: there is none.
     """
+    if not hasattr(model, "opset_import"):
+        raise BadInput(f"model: is of type {type(model).__name__}, must be what open_model returned")
     opsets = {entry.domain: entry.version for entry in model.opset_import}
     if "ai.onnx" in opsets:
         opsets.setdefault("", opsets["ai.onnx"])

@@ -131,6 +131,10 @@ def verify(
     Raises:
         BadInput: a file cannot be used, or the model does not run with these inputs.
     """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:  # AssertionError: torch without CUDA
+        raise BadInput(f"device: is {device!r}, which cannot be used here: {first_line(error)}") from error
     tell = progress or (lambda text, done, total: None)
     model = open_model(path)
     nodes = find_nodes(model, path)
@@ -169,7 +173,12 @@ _SEVERITY = ("not executed", "agree", "known", "refused", "differs")
 def _given(inputs: str | os.PathLike[str] | Mapping[str, Any] | None, model: Any) -> dict[str, Any]:
     if inputs is None:
         return {}
-    return dict(inputs) if isinstance(inputs, Mapping) else read_arrays(inputs, model)
+    if not isinstance(inputs, Mapping):
+        return read_arrays(inputs, model)
+    for name, array in inputs.items():
+        if not isinstance(array, numpy.ndarray | numpy.generic):
+            raise BadInput(f"inputs: {name!r} is of type {type(array).__name__}, must be a NumPy array")
+    return dict(inputs)
 
 
 def _not_executed(node: AttentionNode, obstacle: str) -> NodeResult:

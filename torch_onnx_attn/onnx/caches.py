@@ -106,6 +106,7 @@ def export_past_present(
         batch: the name of the batch axis of the caches.
         **options: as for `export`.
     """
+    _check_model(model, args)
     if not isinstance(caches, PastPresent):
         raise TypeError(f"caches: is of type {type(caches).__name__}, must be a PastPresent")
     dtype, device = _floating_type(model)
@@ -172,6 +173,7 @@ def export_static_cache(
         capacity: a name to make the capacity dynamic as well.
         **options: as for `export`.
     """
+    _check_model(model, args)
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, KVCache)]
     if len(found) != 1:
         raise ValueError(f"model: has {len(found)} torch_onnx_attn.nn.KVCache modules, must have exactly 1 (with all layers)")
@@ -199,6 +201,13 @@ def export_static_cache(
         output_names=[*output_names, "present_lengths", *_names("present", cache.layers)],
         **options,
     )
+
+
+def _check_model(model: Any, args: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: is of type {type(model).__name__}, must be a torch.nn.Module")
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"args: is of type {type(args).__name__}, must be a tuple of example inputs")
 
 
 def _floating_type(model: torch.nn.Module) -> tuple[torch.dtype, torch.device | None]:

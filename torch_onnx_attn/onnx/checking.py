@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_onnx_attn.onnx.requirements import require_packages
+from torch_onnx_attn.onnx.requirements import check_program, require_packages
 
 __all__ = ["CheckReport", "Finding", "ONNXCheckError", "check"]
 
@@ -91,6 +91,7 @@ def check(
         CheckReport. What could not be run is "not checked", with the reason; `ok` is false if nothing could.
     """
     require_packages()
+    check_program(program)
     with contextlib.ExitStack() as stack:
         if path is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())

@@ -15,7 +15,16 @@ from torch.utils import _pytree as pytree
 
 from torch_onnx_attn.diagnostics import logger
 from torch_onnx_attn.onnx.reporting import kind_of, report
-from torch_onnx_attn.onnx.requirements import CONVERTED_OPSET, HIGHEST_OPSET, LOWEST_OPSET, ExportError, Need, calls, require_packages
+from torch_onnx_attn.onnx.requirements import (
+    CONVERTED_OPSET,
+    HIGHEST_OPSET,
+    LOWEST_OPSET,
+    ExportError,
+    Need,
+    calls,
+    check_program,
+    require_packages,
+)
 from torch_onnx_attn.onnx.translation import translation_table
 
 __all__ = ["export", "tidy"]
@@ -117,6 +126,7 @@ def tidy(program: torch.onnx.ONNXProgram, opset: int | None = None) -> None:
             not changed since. By their schemas (onnx 1.23) the ops that have changed read a 25 node the same, except that opset 28
             no longer takes integers in ReduceLogSum and ReduceLogSumExp; onnx.checker with full_check tells.
     """
+    check_program(program)
     model: Any = program.model
     _make_room_for_names(model.graph)
     for graph in (model.graph, *model.functions.values()):
@@ -195,6 +205,10 @@ def _capture(model: torch.nn.Module, args: Any, kwargs: dict[str, Any], dynamic_
     """What `torch.onnx.export` does first, done here because the opset depends on the result."""
     if model.training:
         warnings.warn("exporting a model in training mode; call model.eval() first", stacklevel=3)
+    if not isinstance(args, torch.Tensor | tuple | list):
+        raise TypeError(f"args: is of type {type(args).__name__}, must be a tuple of example inputs")
+    if isinstance(dynamic_shapes, str):
+        raise TypeError(f"dynamic_shapes: is {dynamic_shapes!r}, must give the axes of each input, as axes() makes them")
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     shapes = pytree.tree_map(lambda size: torch.export.Dim.DYNAMIC if isinstance(size, str) else size, dynamic_shapes)
     with _sizes_of_one_are_not_special():

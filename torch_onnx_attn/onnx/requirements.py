@@ -118,3 +118,8 @@ def require_packages() -> None:
     if missing:
         command = f"pip install {' '.join(missing)}"
         raise ImportError(f"torch_onnx_attn.onnx needs {', '.join(missing)}: {command} (or the extra torch-onnx-attn[onnx])")
+
+
+def check_program(program: Any) -> None:
+    if not isinstance(program, torch.onnx.ONNXProgram):
+        raise TypeError(f"program: is of type {type(program).__name__}, must be what export or torch.onnx.export returned")

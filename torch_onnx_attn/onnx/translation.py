@@ -33,6 +33,8 @@ def translation_table(opset: int) -> dict[Callable[..., Any], Callable[..., Any]
     `torch_onnx_attn.onnx.tidy(program)` puts both right; `export` has it built in.
     """
     require_packages()
+    if not isinstance(opset, int):
+        raise ExportError(f"opset={opset!r}: must be an integer")
     if not LOWEST_OPSET <= opset <= CONVERTED_OPSET:
         raise ExportError(
             f"opset={opset}: torch.onnx.export reaches opsets {LOWEST_OPSET} to {CONVERTED_OPSET}. torch_onnx_attn.onnx.export reaches 28"

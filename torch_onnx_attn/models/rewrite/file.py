@@ -59,6 +59,9 @@ def rewrite_file(
             can run it with the inputs.
     """
     tell = progress or (lambda text, done, total: None)
+    for name, path in (("source", source), ("destination", destination)):
+        if not isinstance(path, str | os.PathLike):
+            raise BadInput(f"{name}: is of type {type(path).__name__}, must be the path of an ONNX file")
     source, destination = Path(source), Path(destination)
     proto = open_model(source)
     check_writable(destination)

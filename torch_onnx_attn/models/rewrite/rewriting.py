@@ -8,6 +8,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from torch_onnx_attn.bad_input import BadInput
 from torch_onnx_attn.models.rewrite.decomposed import Decomposed, find
 from torch_onnx_attn.models.rewrite.group_query_attention import GroupQuery, find_group_query, is_group_query, replace_group_query
 from torch_onnx_attn.models.rewrite.heads import joined
@@ -36,8 +37,10 @@ def rewrite(model: ir.Model, *, unpadded: bool = False) -> Report:
         The report; its `checked` is empty. If it has no `replaced`, the graph is as it was, but for inlined functions.
 
     Raises:
-        BadInput: There is something to replace, but the model's opset cannot be raised to the one that has Attention.
+        BadInput: There is something to replace, but the model's opset cannot be raised to the one that has Attention; or model is none.
     """
+    if not isinstance(model, ir.Model):
+        raise BadInput(f"model: is of type {type(model).__name__}, must be an onnx_ir.Model; rewrite_file takes files")
     if "ai.onnx" in model.opset_imports:  # another name of the same domain
         model.opset_imports.setdefault("", model.opset_imports.pop("ai.onnx"))
     opset, nodes = model.opset_imports.get("", 1), _count(model)
