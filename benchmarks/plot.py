@@ -7,8 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-OURS = "#c0392b"
-PEERS = ("#34495e", "#7f8c8d", "#2980b9", "#16a085", "#8e44ad", "#d35400", "#f39c12", "#95a5a6")
+# A name has the same colour in every picture.
+COLORS = {
+    "ours": "#c0392b", "ours_plain": "#e6b0aa", "ours_exact": "#935116",
+    "sdpa": "#16a085", "sdpa_flash": "#34495e", "sdpa_cudnn": "#7f8c8d", "sdpa_efficient": "#2980b9", "sdpa_math": "#8e44ad",
+    "flex": "#d35400", "fa4": "#f39c12", "flashinfer": "#27ae60", "ort": "#2c82c9",
+    "cat_sdpa": "#16a085", "cat_cudnn": "#a6acaf", "write_flash": "#5d6d7e", "write_cudnn": "#bfc9ca",
+    "index_put": "#af7ac5", "scatter": "#5499c7", "eager_scores": "#8e44ad",
+}  # fmt: skip
+OTHERS = "#bdc3c7"
 
 
 def draw(path: Path) -> list[Path]:
@@ -53,7 +60,7 @@ def _bars(record: dict[str, Any]) -> int:
 
 def _colors(records: list[dict[str, Any]]) -> dict[str, str]:
     names = dict.fromkeys(name for record in records for name, value in record["peers"].items() if value is not None)
-    return {"ours": OURS, **{name: PEERS[i % len(PEERS)] for i, name in enumerate(names)}}
+    return {name: COLORS.get(name, OTHERS) for name in ("ours", *names)}
 
 
 def _draw_panel(panel: Any, records: list[dict[str, Any]], colors: dict[str, str]) -> None:

@@ -17,8 +17,32 @@ README_LINES = (
 )  # fmt: skip
 
 
+# What the names of the peers stand for, by their first word.
+PEERS = {
+    "sdpa": "torch's `scaled_dot_product_attention`, on the named back end (`flash` is FlashAttention 2) or on the one that torch picks",
+    "flex": "compiled FlexAttention",
+    "fa4": "FlashAttention 4",
+    "flashinfer": "FlashInfer",
+    "ort": "ONNX Runtime on CUDA",
+    "cat": "past and new rows concatenated, then SDPA on the named back end",
+    "write": "new rows written into the buffer by `index_copy_`, then SDPA over the whole buffer",
+    "scatter": "`Tensor.scatter_`",
+    "index": "`Tensor.index_put_`",
+    "eager": "matmul, mask and softmax as separate torch calls",
+    "ours": "this package: the same call without the feature (`ours_plain`), or on a buffer of exactly the valid rows (`ours_exact`)",
+}
+
+
+LEGEND = """
+A line's name says what it is about, or its head size and rows; `c` at its end: causal. `@graph`: replays of a CUDA graph of one call, from
+a cold L2 cache. In `ms`, `us` and `bytes` less is better; memory below 1 MiB counts as 1 MiB in the ratio.
+
+| peer, by its first word | what it is |
+|---|---|"""
+
+
 def figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
+    return "–" if value is None else f"{value:.4g}" if value < 1e5 else f"{value:,.0f}"
 
 
 def best_peer(record: dict[str, Any]) -> str:
@@ -56,12 +80,22 @@ def row(record: dict[str, Any]) -> str:
 HEAD = ["| line | batch, heads, rows, head size | ours | best peer of the run | ratio | of the ceiling |", "|---|---|---|---|---|---|"]
 
 
+def peers(result: dict[str, Any], measured: bool) -> dict[str, str]:
+    """The peers that the run has figures of, or those that it has none of: name, the same for all back ends, and what it stands for."""
+    names = {name for record in result["lines"] for name, value in record["peers"].items() if value is not None}
+    listed = {name for record in result["lines"] for name in record["peers"] if (name in names) == measured}
+    return {first: meaning for first, meaning in PEERS.items() if any(name.split("_")[0] == first for name in listed)}
+
+
 def source(path: Path, result: dict[str, Any]) -> str:
+    absent = ", ".join(peers(result, measured=False).values())
     return (
         f"{result['gpu']}, driver {result['driver']}, torch {result['torch']}, CUDA {result['cuda']}, {result['date']}, commit "
         f"{result['commit']}.\nEvery peer was timed by the same method in the same run and checked against float64 first. Ratio: above 1 "
-        f"we are faster; bold: we are not.\n`@chained`: replays of a CUDA graph of many calls. The whole output, lost lines included: "
-        f"`benchmarks/results/{path.name}`,\nmade by `python benchmarks/bench.py{' --quick' if result['quick'] else ''}`.\n"
+        f"we are faster; bold: we are not.\nNot compared: FlashAttention 3, "
+        f"which the benchmark has no peer for{f'; not installed there: {absent}' if absent else ''}.\n"
+        f"`sdpa_*` is torch's SDPA on that back end. `@chained`: replays of a CUDA graph of many calls. The whole output, lost lines "
+        f"included:\n`benchmarks/results/{path.name}`, made by `python benchmarks/bench.py{' --quick' if result['quick'] else ''}`.\n"
     )
 
 
@@ -72,7 +106,8 @@ def readme_table(path: Path, result: dict[str, Any]) -> str:
 
 def page(path: Path, result: dict[str, Any]) -> str:
     ceilings = ", ".join(f"{name} {figure(value)}" for name, value in result["ceilings"].items())
-    lines = ["# Speed", MADE + "\n", source(path, result), f"Ceilings measured in the same run: {ceilings}."]
+    lines = ["# Speed", MADE + "\n", source(path, result), f"Ceilings measured in the same run: {ceilings}.", LEGEND]
+    lines += [f"| `{name}` | {meaning} |" for name, meaning in peers(result, measured=True).items()]
     for group in dict.fromkeys(record["group"] for record in result["lines"]):
         lines += [f"\n## {group}\n", *HEAD, *(row(record) for record in result["lines"] if record["group"] == group)]
         image = path.with_name(f"{path.stem}-{group}.png")
