@@ -6,6 +6,8 @@
 #include <limits>
 #include <tuple>
 
+#include "forward_only.h"
+
 namespace onnx_attn {
 
 namespace {
@@ -353,6 +355,8 @@ std::tuple<Tensor, Tensor> attention_lse(const Tensor& Q, const Tensor& K, const
 // Writes K and V at rows [cache_lengths[b], + new rows) of the caches, then attends to everything up to there.
 Tensor attention_cached(Tensor Q, Tensor K, Tensor V, const Tensor& key_cache, const Tensor& value_cache, const Tensor& cache_lengths,
                         OptionalTensor attn_mask, ATTRIBUTE_PARAMETERS) {
+  check_no_gradient(key_cache, "key_cache");
+  check_no_gradient(value_cache, "value_cache");
   Problem problem;
   describe_inputs(problem, Q, K, V, ATTRIBUTES);
   const DeviceScope scope(Q);
@@ -389,16 +393,18 @@ Tensor attention_cached(Tensor Q, Tensor K, Tensor V, const Tensor& key_cache, c
   describe_attn_mask(problem, attn_mask, Q);
   Tensor Y = allocate_output(problem, Q);
   run(problem, Q);
+  count_write(key_cache);
+  count_write(value_cache);
   return Y;
 }
 
 void register_attention(torch::stable::detail::StableLibrary& m) {
-  m.impl("attention", TORCH_BOX(&attention));
-  m.impl("attention.kv", TORCH_BOX(&attention_kv));
-  m.impl("attention.qk", TORCH_BOX(&attention_qk));
-  m.impl("attention.kv_qk", TORCH_BOX(&attention_kv_qk));
-  m.impl("attention.lse", TORCH_BOX(&attention_lse));
-  m.impl("attention_cached", TORCH_BOX(&attention_cached));
+  m.impl("attention", TORCH_BOX(&ForwardOnly<&attention>::call));
+  m.impl("attention.kv", TORCH_BOX(&ForwardOnly<&attention_kv>::call));
+  m.impl("attention.qk", TORCH_BOX(&ForwardOnly<&attention_qk>::call));
+  m.impl("attention.kv_qk", TORCH_BOX(&ForwardOnly<&attention_kv_qk>::call));
+  m.impl("attention.lse", TORCH_BOX(&ForwardOnly<&attention_lse>::call));
+  m.impl("attention_cached", TORCH_BOX(&ForwardOnly<&attention_cached>::call));
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // cache_op.cpp: ONNX TensorScatter, pure and in place, and the valid length of an attention mask.
 #include <algorithm>
 
-#include "torch_bridge.h"
+#include "forward_only.h"
 
 namespace onnx_attn {
 
@@ -76,11 +76,13 @@ Tensor tensor_scatter(const Tensor& past_cache, const Tensor& update, OptionalTe
 }
 
 void tensor_scatter_in_place(const Tensor& cache, const Tensor& update, OptionalTensor write_indices, int64_t axis, bool circular) {
+  check_no_gradient(cache, "cache");
   const Scatter scatter = describe_scatter(cache, "cache", update, write_indices, axis, circular);
   check_writable(cache, "cache");
   check_no_overlap(cache, "cache", update, "update");
   const DeviceScope scope(cache);
   run(scatter, cache);
+  count_write(cache);
 }
 
 Tensor valid_kv_length(const Tensor& attn_mask) {
@@ -116,7 +118,7 @@ Tensor valid_kv_length(const Tensor& attn_mask) {
 }
 
 void register_caches(torch::stable::detail::StableLibrary& m) {
-  m.impl("tensor_scatter", TORCH_BOX(&tensor_scatter));
+  m.impl("tensor_scatter", TORCH_BOX(&ForwardOnly<&tensor_scatter>::call));
   m.impl("tensor_scatter_", TORCH_BOX(&tensor_scatter_in_place));
   m.impl("valid_kv_length", TORCH_BOX(&valid_kv_length));
 }

@@ -2,7 +2,7 @@
 #include <cmath>
 #include <tuple>
 
-#include "torch_bridge.h"
+#include "forward_only.h"
 
 namespace onnx_attn {
 
@@ -445,7 +445,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> mha_kv_qk(INPUT_PARAMETERS, const Ten
 
 Tensor mha_shared(INPUT_PARAMETERS, const Tensor& past_key, const Tensor& past_value, const Tensor& past_sequence_length,
                   const OptionalTensor& cache_indirection, ATTRIBUTE_PARAMETERS) {
-  return attend_shared(INPUTS, past_key, past_value, past_sequence_length, cache_indirection, ATTRIBUTES);
+  check_no_gradient(past_key, "past_key");
+  check_no_gradient(past_value, "past_value");
+  Tensor output = attend_shared(INPUTS, past_key, past_value, past_sequence_length, cache_indirection, ATTRIBUTES);
+  count_write(past_key);
+  count_write(past_value);
+  return output;
 }
 
 std::tuple<Tensor, Tensor, Tensor> mha_shared_functional(INPUT_PARAMETERS, const Tensor& past_key, const Tensor& past_value,
@@ -459,12 +464,12 @@ std::tuple<Tensor, Tensor, Tensor> mha_shared_functional(INPUT_PARAMETERS, const
 }
 
 void register_mha(torch::stable::detail::StableLibrary& m) {
-  m.impl("mha", TORCH_BOX(&mha));
-  m.impl("mha.kv", TORCH_BOX(&mha_kv));
-  m.impl("mha.qk", TORCH_BOX(&mha_qk));
-  m.impl("mha.kv_qk", TORCH_BOX(&mha_kv_qk));
-  m.impl("mha.shared", TORCH_BOX(&mha_shared));
-  m.impl("mha.shared_functional", TORCH_BOX(&mha_shared_functional));
+  m.impl("mha", TORCH_BOX(&ForwardOnly<&mha>::call));
+  m.impl("mha.kv", TORCH_BOX(&ForwardOnly<&mha_kv>::call));
+  m.impl("mha.qk", TORCH_BOX(&ForwardOnly<&mha_qk>::call));
+  m.impl("mha.kv_qk", TORCH_BOX(&ForwardOnly<&mha_kv_qk>::call));
+  m.impl("mha.shared", TORCH_BOX(&ForwardOnly<&mha_shared>::call));
+  m.impl("mha.shared_functional", TORCH_BOX(&ForwardOnly<&mha_shared_functional>::call));
 }
 
 }  // namespace

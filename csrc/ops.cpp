@@ -48,7 +48,9 @@ STABLE_TORCH_LIBRARY(onnx_attn, m) {
       "Tensor? attn_mask=None, " ATTENTION_ATTRIBUTES ") -> Tensor");
   m.def("valid_kv_length(Tensor attn_mask) -> Tensor");
 
-  // Not public: what the build holds, and the plan of a call without running it.
+  // Not public: what forward_only.h asks of autograd, what the build holds, and the plan of a call without running it.
+  m.def("_hang_refusal(Tensor(a!)[] outputs, Tensor[] inputs) -> ()");
+  m.def("_requires_gradient(Tensor written) -> bool");
   m.def("_build_info() -> int[]");
   m.def("_prefer_kernels(int[] text) -> ()");
   m.def("_record_plans(bool record, int[] device) -> ()");

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .autograd import twin_of
+
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
     castable = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
@@ -52,6 +54,6 @@ for _name in ("attention", "mha", "attention_cached"):
     _packet = getattr(torch.ops.onnx_attn, _name)
     for _overload in _packet.overloads():
         _op = getattr(_packet, _overload)
-        _suffix = "" if _overload == "default" else f".{_overload}"
         for _device, _key in (("cpu", torch._C.DispatchKey.AutocastCPU), ("cuda", torch._C.DispatchKey.AutocastCUDA)):
-            _library.impl(f"{_name}{_suffix}", _kernel(_op, _device, _key), str(_key).rsplit(".", 1)[-1])
+            for _target in (_op, twin_of(_op)):
+                _library.impl(_target, _kernel(_op, _device, _key), str(_key).rsplit(".", 1)[-1])

@@ -1,6 +1,12 @@
 """Autograd: the forward pass accepts inputs that require gradients, and a backward pass says that there is none.
 
 The error is an op of its own, so that a compiled training graph (which traces its backward ahead of time) still runs forward.
+
+A Python kernel on the Autograd keys would nearly double the host time of a call. So calls on plain CPU and CUDA tensors skip these
+keys, and the compiled kernels ask autograd for what they need while gradients are recorded (csrc/forward_only.h). Other calls are
+those that torch dispatches to Python, for a mode or a tensor subclass, and those inside a torch.func transform. Both are known by a
+key above autograd. There they turn into calls of a twin of the op, ``_traced_*``, which has the Python kernel, and hands back to
+the op itself what comes below autograd: a mode, a tracer or a transform sees the op, never its twin.
 """
 
 from __future__ import annotations
@@ -48,13 +54,33 @@ class _ForwardOnly(torch.autograd.Function):
         return None, *torch.ops.onnx_attn._refuse_backward([g for g in gradients if g is not None], list(ctx.saved_tensors))
 
 
+# ------------------------------------------------------------------------------------------------ what the compiled kernels ask
+
+
+def _hang_refusal(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    requiring = [tensor for tensor in inputs if tensor.requires_grad]
+    if requiring:
+        _ForwardOnly.apply(lambda: tuple(outputs), *requiring)  # type: ignore[no-untyped-call]
+
+
+def _requires_gradient(written: Tensor) -> bool:
+    return written.requires_grad
+
+
+_library = torch.library.Library("onnx_attn", "IMPL")
+_library.impl("_hang_refusal", _hang_refusal, "Autograd")
+_library.impl("_requires_gradient", _requires_gradient, "Autograd")
+
+
+# ------------------------------------------------------------------------------------------------ the Python kernels
+
+
 def _forward_only(op: Any) -> Callable[..., Any]:
     below_autograd = torch._C._after_autograd_keyset
     redispatch = op._handle.redispatch_boxed
-    is_grad_enabled = torch.is_grad_enabled
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_grad_enabled():  # the way of every eager inference call: as little Python as there can be
+        if not torch.is_grad_enabled():
             return redispatch(keyset & below_autograd, *args, **kwargs)
 
         def call() -> Any:
@@ -89,12 +115,55 @@ def _forward_only_written(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-_library = torch.library.Library("onnx_attn", "IMPL")
+# ------------------------------------------------------------------------------------------------ who gets which
+
+
 OPERATORS = ("attention", "mha", "tensor_scatter", "tensor_scatter_", "attention_cached", "valid_kv_length")
+
+_ABOVE_AUTOGRAD = ("PythonTLSSnapshot", "FuncTorchDynamicLayerFrontMode")
+_FROM_THE_TWIN = ("Python", "Functionalize", "FuncTorchBatched")  # where a call arrives that has no Autograd keys
+
+
+def twin_of(op: Any) -> Any:
+    """The op that stands in for ``op`` above autograd where Python is asked."""
+    return getattr(getattr(torch.ops.onnx_attn, f"_traced_{op._schema.name.removeprefix('onnx_attn::')}"), op._overloadname)
+
+
+def _pass_to(op: Any) -> Callable[..., Any]:
+    redispatch = op._handle.redispatch_boxed
+    return lambda keyset, *args, **kwargs: redispatch(keyset, *args, **kwargs)
+
+
+def _pass_to_twin(twin: Any) -> Callable[..., Any]:
+    redispatch = twin._handle.redispatch_boxed
+    key = torch._C.DispatchKey.AutogradCPU
+    autograd, is_excluded = torch._C.DispatchKeySet(key), torch._C._dispatch_tls_is_dispatch_key_excluded
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_excluded(key):
+            keyset = keyset | autograd  # the op skips this key, so that its keysets lack it
+        return redispatch(keyset, *args, **kwargs)
+
+    return kernel
+
+
+def _register(op: Any) -> None:
+    kernel = _forward_only_written(op) if op._schema.is_mutable else _forward_only(op)
+    _definitions.define(str(op._schema).replace("onnx_attn::", "_traced_", 1))
+    twin = twin_of(op)
+    _library.impl(twin, kernel, "Autograd", with_keyset=True)
+    _library.impl(twin, op, "CompositeExplicitAutograd")
+    for key in _FROM_THE_TWIN:
+        _library.impl(twin, _pass_to(op), key, with_keyset=True)
+
+    _library.impl(op, kernel, "Autograd", with_keyset=True)  # of meta tensors, and of devices to come
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        _library.impl(op, torch.library.fallthrough_kernel, key)
+    for key in _ABOVE_AUTOGRAD:
+        _library.impl(op, _pass_to_twin(twin), key, with_keyset=True)
+
 
 for _name in OPERATORS:
     _packet = getattr(torch.ops.onnx_attn, _name)
     for _overload in _packet.overloads():
-        _op = getattr(_packet, _overload)
-        _kernel = _forward_only_written(_op) if _op._schema.is_mutable else _forward_only(_op)
-        _library.impl(_name if _overload == "default" else f"{_name}.{_overload}", _kernel, "Autograd", with_keyset=True)
+        _register(getattr(_packet, _overload))
