@@ -15,16 +15,16 @@ namespace cuda {
 int query_device(int index, Device* device);
 const char* error_text(int error);
 
-int append(const Problem& problem, void* stream);                                              // kernels/append.cu
-int general(const Problem& problem, const Plan& plan, void* stream);                           // kernels/general.cu
-int decode(const Problem& problem, const Plan& plan, void* workspace, void* stream);           // kernels/decode.cu
-int forward_sm90(const Problem& problem, const Plan& plan, void* workspace, void* stream);     // kernels/forward_sm90.cu
-int forward_sm80(const Problem& problem, const Plan& plan, void* stream);                      // kernels/forward_sm80.cu
-int forward_float32(const Problem& problem, const Plan& plan, void* workspace, void* stream);  // kernels/forward_float32.cu
-int scores(const Problem& problem, void* workspace, void* stream);                             // kernels/scores.cu
-int scores_sm90(const Problem& problem, void* workspace, void* stream);                        // kernels/scores_sm90.cu
-int tensor_scatter(const Scatter& scatter, void* stream);                                      // kernels/scatter.cu
-int valid_kv_length(const ValidLength& problem, void* stream);                                 // kernels/scatter.cu
+int append(const Problem& problem, void* stream);                                               // kernels/append.cu
+int general(const Problem& problem, const Plan& plan, void* stream);                            // kernels/general.cu
+int decode(const Problem& problem, const Device& device, void* workspace, void* stream);        // kernels/decode.cu
+int forward_sm90(const Problem& problem, const Device& device, void* workspace, void* stream);  // kernels/forward_sm90.cu
+int forward_sm80(const Problem& problem, const Plan& plan, void* stream);                       // kernels/forward_sm80.cu
+int forward_float32(const Problem& problem, const Plan& plan, void* workspace, void* stream);   // kernels/forward_float32.cu
+int scores(const Problem& problem, void* workspace, void* stream);                              // kernels/scores.cu
+int scores_sm90(const Problem& problem, void* workspace, void* stream);                         // kernels/scores_sm90.cu
+int tensor_scatter(const Scatter& scatter, void* stream);                                       // kernels/scatter.cu
+int valid_kv_length(const ValidLength& problem, void* stream);                                  // kernels/scatter.cu
 
 // Pure, and there without CUDA too. A refusal is null when the kernel can run the problem, else the reason in words.
 const char* decode_refusal(const Problem& problem);        // kernels/decode_limits.cpp

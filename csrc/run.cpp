@@ -77,11 +77,11 @@ Problem bias_as_append(const Problem& problem, const Problem& attended) {
   return storing;
 }
 
-void launch_attention(const Problem& problem, const Plan& plan, void* workspace, void* stream) {
+void launch_attention(const Problem& problem, const Plan& plan, const Device& device, void* workspace, void* stream) {
   switch (plan.kernel) {
-    case Kernel::decode: return check_launch(cuda::decode(problem, plan, workspace, stream), "decode kernel");
+    case Kernel::decode: return check_launch(cuda::decode(problem, device, workspace, stream), "decode kernel");
 #ifndef ONNX_ATTN_WITHOUT_SM90
-    case Kernel::forward_sm90: return check_launch(cuda::forward_sm90(problem, plan, workspace, stream), "forward_sm90 kernel");
+    case Kernel::forward_sm90: return check_launch(cuda::forward_sm90(problem, device, workspace, stream), "forward_sm90 kernel");
 #endif
     case Kernel::forward_sm80: return check_launch(cuda::forward_sm80(problem, plan, stream), "forward_sm80 kernel");
     case Kernel::forward_float32: return check_launch(cuda::forward_float32(problem, plan, workspace, stream), "forward_float32 kernel");
@@ -112,7 +112,7 @@ void run_cuda(const Problem& problem, const Tensor& like) {
   if (plan.separate_append) check_launch(cuda::append(problem, stream), "append");
   if (plan.separate_bias) check_launch(cuda::append(bias_as_append(problem, attended), stream), "projection bias");
   void* kernel_workspace = static_cast<char*>(scratch) + separate_bytes(problem, plan);
-  launch_attention(attended, plan, kernel_workspace, stream);
+  launch_attention(attended, plan, device, kernel_workspace, stream);
   if (!plan.separate_scores) return;
   check_launch(launch_scores(scores_problem(problem, attended), device, kernel_workspace, stream), "scores kernel");
 }

@@ -133,12 +133,7 @@ cudaError_t launch(const Problem& problem, const Tuning& tuning, const Device& d
 
 namespace onnx_attn::cuda {
 
-int decode(const Problem& problem, const Plan&, void* workspace, void* stream) {
-  int index = 0;
-  Device device;
-  int error = cudaGetDevice(&index);
-  if (error == cudaSuccess) error = query_device(index, &device);
-  if (error != cudaSuccess) return error;
+int decode(const Problem& problem, const Device& device, void* workspace, void* stream) {
   return decode::launch(problem, decode::choose_tuning(problem, device), device, workspace, static_cast<cudaStream_t>(stream));
 }
 

@@ -159,13 +159,8 @@ cudaError_t launch_any(const Problem& problem, const LaunchSite& site) {
 
 namespace onnx_attn::cuda {
 
-int forward_sm90(const Problem& problem, const Plan&, void* workspace, void* stream) {
+int forward_sm90(const Problem& problem, const Device& device, void* workspace, void* stream) {
   using namespace forward_sm90_kernel;
-  int index = 0;
-  Device device;
-  int error = cudaGetDevice(&index);
-  if (error == cudaSuccess) error = query_device(index, &device);
-  if (error != cudaSuccess) return error;
   const LaunchSite site{choose_tuning(problem, device.sm_count), device.sm_count, static_cast<int*>(workspace),
                         static_cast<cudaStream_t>(stream)};
   return launch_any(problem, site);
