@@ -21,13 +21,13 @@ constexpr double kSmallestFloat = std::numeric_limits<float>::min();
 
 void check_floating(const Tensor& tensor, const char* name) {
   check_given(tensor, name);
-  ONNX_ATTN_CHECK(is_floating(tensor.scalar_type()), name, ": has dtype ", dtype_name(tensor.scalar_type()),
+  ONNX_ATTN_CHECK(is_floating(type_of(tensor)), name, ": has dtype ", dtype_name(type_of(tensor)),
                   "; allowed are float16, bfloat16, float32 and float64");
 }
 
 void check_same_dtype(const Tensor& tensor, const char* name, const Tensor& other, const char* other_name) {
-  ONNX_ATTN_CHECK(tensor.scalar_type() == other.scalar_type(), name, ": has dtype ", dtype_name(tensor.scalar_type()), ", but ", other_name,
-                  " has ", dtype_name(other.scalar_type()), "; the two must be the same");
+  ONNX_ATTN_CHECK(type_of(tensor) == type_of(other), name, ": has dtype ", dtype_name(type_of(tensor)), ", but ", other_name, " has ",
+                  dtype_name(type_of(other)), "; the two must be the same");
 }
 
 void check_attributes(const AttentionAttributes& attributes) {
@@ -125,8 +125,7 @@ Tensor integers_as_bias(const Tensor& mask, ScalarType type) {
 }
 
 void check_nonpad(const Problem& problem, const Tensor& nonpad, const Tensor& Q) {
-  ONNX_ATTN_CHECK(nonpad.scalar_type() == ScalarType::Long, "nonpad_kv_seqlen: has dtype ", dtype_name(nonpad.scalar_type()),
-                  "; it must be int64");
+  ONNX_ATTN_CHECK(type_of(nonpad) == ScalarType::Long, "nonpad_kv_seqlen: has dtype ", dtype_name(type_of(nonpad)), "; it must be int64");
   ONNX_ATTN_CHECK(nonpad.dim() == 1 && nonpad.size(0) == problem.batch, "nonpad_kv_seqlen: has shape ", shape_text(nonpad),
                   "; it must be [batch] = [", problem.batch, "]");
   check_same_device(nonpad, "nonpad_kv_seqlen", Q, "Q");
@@ -152,9 +151,8 @@ void check_past(const Problem& problem, const Tensor& past, const char* name, co
                   ", ", problem.kv_heads, ", past_len, ", columns, "]");
 }
 
-struct Outputs {
-  Tensor Y;
-  OptionalTensor present_key, present_value, scores, lse;
+struct Outputs {  // a Tensor that nobody gives would be allocated, too
+  OptionalTensor Y, present_key, present_value, scores, lse;
 };
 
 struct Request {
@@ -172,8 +170,8 @@ void describe_past(Problem& problem, const Tensor& Q, const Tensor& K, const Ten
   const int64_t past_len = request.past_key->size(2);
   ONNX_ATTN_CHECK(request.past_value->size(2) == past_len, "past_value: has ", request.past_value->size(2), " rows, but past_key has ",
                   past_len);
-  request.past_key = with_unit_last_axis(*request.past_key);
-  request.past_value = with_unit_last_axis(*request.past_value);
+  make_last_axis_unit(*request.past_key);
+  make_last_axis_unit(*request.past_value);
 
   Append& append = problem.append;
   append.active = true;
@@ -186,8 +184,8 @@ void describe_past(Problem& problem, const Tensor& Q, const Tensor& K, const Ten
 
   problem.kv_len += past_len;
   problem.mask.offset = past_len;
-  outputs.present_key = empty_contiguous(Q, K.scalar_type(), {problem.batch, problem.kv_heads, problem.kv_len, problem.head_size});
-  outputs.present_value = empty_contiguous(Q, V.scalar_type(), {problem.batch, problem.kv_heads, problem.kv_len, problem.v_head_size});
+  outputs.present_key = empty_contiguous(Q, type_of(K), {problem.batch, problem.kv_heads, problem.kv_len, problem.head_size});
+  outputs.present_value = empty_contiguous(Q, type_of(V), {problem.batch, problem.kv_heads, problem.kv_len, problem.v_head_size});
   problem.k = view_bhsd(*outputs.present_key);
   problem.v = view_bhsd(*outputs.present_value);
 }
@@ -213,7 +211,7 @@ Outputs attend(Tensor Q, Tensor K, Tensor V, OptionalTensor attn_mask, const Opt
     ONNX_ATTN_CHECK(0 <= *request.score_mode && *request.score_mode <= 3, "qk_matmul_output_mode: is ", *request.score_mode,
                     "; allowed are 0 (scaled product), 1 (after softcap), 2 (after mask) and 3 (after softmax)");
     problem.score_mode = static_cast<ScoreMode>(*request.score_mode);
-    outputs.scores = empty_contiguous(Q, Q.scalar_type(), {problem.batch, problem.q_heads, problem.q_len, problem.kv_len});
+    outputs.scores = empty_contiguous(Q, type_of(Q), {problem.batch, problem.q_heads, problem.q_len, problem.kv_len});
     problem.scores = outputs.scores->mutable_data_ptr();
   }
   if (request.has_lse) {
@@ -260,9 +258,9 @@ void describe_inputs(Problem& problem, Tensor& Q, Tensor& K, Tensor& V, const At
   problem.mask.left = std::min(attributes.left_window_size, kLargestWindow);
   problem.mask.right = attributes.is_causal ? 0 : std::min(attributes.right_window_size, kLargestWindow);
 
-  Q = with_unit_last_axis(Q);
-  K = with_unit_last_axis(K);
-  V = with_unit_last_axis(V);
+  make_last_axis_unit(Q);
+  make_last_axis_unit(K);
+  make_last_axis_unit(V);
   problem.q = Q.dim() == 3 ? view_bsh(Q, problem.head_size) : view_bhsd(Q);
 }
 
@@ -272,7 +270,7 @@ Tensor4 view_values(const Problem& problem, const Tensor& V) { return V.dim() ==
 
 void describe_attn_mask(Problem& problem, OptionalTensor& mask, const Tensor& Q) {
   if (!mask) return;
-  const ScalarType type = mask->scalar_type();
+  const ScalarType type = type_of(*mask);
   ONNX_ATTN_CHECK(type == ScalarType::Bool || is_floating(type) || is_integer(type), "attn_mask: has dtype ", dtype_name(type),
                   "; allowed are bool (true keeps), floating and integer types (added to the scores)");
   check_same_device(*mask, "attn_mask", Q, "Q");
@@ -296,7 +294,7 @@ void describe_attn_mask(Problem& problem, OptionalTensor& mask, const Tensor& Q)
 
 Tensor allocate_output(Problem& problem, const Tensor& Q) {
   if (Q.dim() == 3) {
-    Tensor Y = empty_contiguous(Q, Q.scalar_type(), {problem.batch, problem.q_len, problem.q_heads * problem.v_head_size});
+    Tensor Y = empty_contiguous(Q, type_of(Q), {problem.batch, problem.q_len, problem.q_heads * problem.v_head_size});
     problem.y = view_bsh(Y, problem.v_head_size);
     return Y;
   }
@@ -317,14 +315,14 @@ namespace {
 
 Tensor attention(const Tensor& Q, const Tensor& K, const Tensor& V, const OptionalTensor& attn_mask, const OptionalTensor& nonpad_kv_seqlen,
                  ATTRIBUTE_PARAMETERS) {
-  return attend(Q, K, V, attn_mask, nonpad_kv_seqlen, Request{}, ATTRIBUTES).Y;
+  return attend(Q, K, V, attn_mask, nonpad_kv_seqlen, Request{}, ATTRIBUTES).Y.value();
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_kv(const Tensor& Q, const Tensor& K, const Tensor& V, const OptionalTensor& attn_mask,
                                                 const Tensor& past_key, const OptionalTensor& past_value,
                                                 const OptionalTensor& nonpad_kv_seqlen, ATTRIBUTE_PARAMETERS) {
   Outputs outputs = attend(Q, K, V, attn_mask, nonpad_kv_seqlen, Request{past_key, past_value, true}, ATTRIBUTES);
-  return {outputs.Y, *outputs.present_key, *outputs.present_value};
+  return {*outputs.Y, *outputs.present_key, *outputs.present_value};
 }
 
 std::tuple<Tensor, Tensor> attention_qk(const Tensor& Q, const Tensor& K, const Tensor& V, const OptionalTensor& attn_mask,
@@ -332,7 +330,7 @@ std::tuple<Tensor, Tensor> attention_qk(const Tensor& Q, const Tensor& K, const 
   Request request;
   request.score_mode = qk_matmul_output_mode;
   Outputs outputs = attend(Q, K, V, attn_mask, nonpad_kv_seqlen, request, ATTRIBUTES);
-  return {outputs.Y, *outputs.scores};
+  return {*outputs.Y, *outputs.scores};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_kv_qk(const Tensor& Q, const Tensor& K, const Tensor& V,
@@ -340,7 +338,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_kv_qk(const Tensor& Q, cons
                                                            const OptionalTensor& past_value, const OptionalTensor& nonpad_kv_seqlen,
                                                            int64_t qk_matmul_output_mode, ATTRIBUTE_PARAMETERS) {
   Outputs outputs = attend(Q, K, V, attn_mask, nonpad_kv_seqlen, Request{past_key, past_value, true, qk_matmul_output_mode}, ATTRIBUTES);
-  return {outputs.Y, *outputs.present_key, *outputs.present_value, *outputs.scores};
+  return {*outputs.Y, *outputs.present_key, *outputs.present_value, *outputs.scores};
 }
 
 std::tuple<Tensor, Tensor> attention_lse(const Tensor& Q, const Tensor& K, const Tensor& V, const OptionalTensor& attn_mask,
@@ -349,7 +347,7 @@ std::tuple<Tensor, Tensor> attention_lse(const Tensor& Q, const Tensor& K, const
   Request request;
   request.has_lse = true;
   Outputs outputs = attend(Q, K, V, attn_mask, nonpad_kv_seqlen, request, ATTRIBUTES);
-  return {outputs.Y, *outputs.lse};
+  return {*outputs.Y, *outputs.lse};
 }
 
 // Writes K and V at rows [cache_lengths[b], + new rows) of the caches, then attends to everything up to there.
@@ -366,8 +364,8 @@ Tensor attention_cached(Tensor Q, Tensor K, Tensor V, const Tensor& key_cache, c
   ONNX_ATTN_CHECK(value_cache.size(2) == capacity, "value_cache: has ", value_cache.size(2), " rows, but key_cache has ", capacity);
   check_written_caches({&key_cache, "key_cache"}, {&value_cache, "value_cache"}, {{&Q, "Q"}, {&K, "K"}, {&V, "V"}});
   check_same_device(cache_lengths, "cache_lengths", Q, "Q");
-  ONNX_ATTN_CHECK(cache_lengths.scalar_type() == ScalarType::Long || cache_lengths.scalar_type() == ScalarType::Int,
-                  "cache_lengths: has dtype ", dtype_name(cache_lengths.scalar_type()), "; it must be int64 or int32");
+  ONNX_ATTN_CHECK(type_of(cache_lengths) == ScalarType::Long || type_of(cache_lengths) == ScalarType::Int, "cache_lengths: has dtype ",
+                  dtype_name(type_of(cache_lengths)), "; it must be int64 or int32");
   ONNX_ATTN_CHECK(cache_lengths.dim() == 1 && cache_lengths.size(0) == problem.batch, "cache_lengths: has shape ",
                   shape_text(cache_lengths), "; it must be [batch] = [", problem.batch, "]");
   const int64_t new_len = problem.kv_len;

@@ -8,8 +8,8 @@ namespace onnx_attn {
 namespace {
 
 int bytes_of(const Tensor& tensor, const char* name) {
-  const int bytes = element_size(tensor.scalar_type());
-  ONNX_ATTN_CHECK(bytes > 0, name, ": has ", dtype_name(tensor.scalar_type()), ", which tensor_scatter cannot copy");
+  const int bytes = element_size(type_of(tensor));
+  ONNX_ATTN_CHECK(bytes > 0, name, ": has ", dtype_name(type_of(tensor)), ", which tensor_scatter cannot copy");
   return bytes;
 }
 
@@ -23,8 +23,8 @@ Scatter describe_scatter(const Tensor& cache, const char* cache_name, const Tens
   ONNX_ATTN_CHECK(-rank <= axis && axis < rank && axis != 0 && axis != -rank, "axis: is ", axis, "; it must name an axis of ", cache_name,
                   " ", shape_text(cache), " other than the batch axis 0");
   const int64_t positive_axis = axis < 0 ? axis + rank : axis;
-  ONNX_ATTN_CHECK(update.scalar_type() == cache.scalar_type(), "update: has dtype ", dtype_name(update.scalar_type()), ", but ", cache_name,
-                  " has ", dtype_name(cache.scalar_type()));
+  ONNX_ATTN_CHECK(type_of(update) == type_of(cache), "update: has dtype ", dtype_name(type_of(update)), ", but ", cache_name, " has ",
+                  dtype_name(type_of(cache)));
   check_same_device(update, "update", cache, cache_name);
   ONNX_ATTN_CHECK(update.dim() == rank, "update: has shape ", shape_text(update), "; it must have ", rank, " axes like ", cache_name);
 
@@ -47,7 +47,7 @@ Scatter describe_scatter(const Tensor& cache, const char* cache_name, const Tens
   scatter.cache = const_cast<void*>(cache.const_data_ptr());
 
   if (write_indices) {
-    ONNX_ATTN_CHECK(write_indices->scalar_type() == ScalarType::Long, "write_indices: has dtype ", dtype_name(write_indices->scalar_type()),
+    ONNX_ATTN_CHECK(type_of(*write_indices) == ScalarType::Long, "write_indices: has dtype ", dtype_name(type_of(*write_indices)),
                     "; it must be int64");
     ONNX_ATTN_CHECK(write_indices->dim() == 1 && write_indices->size(0) == batch, "write_indices: has shape ", shape_text(*write_indices),
                     "; it must be [batch] = [", batch, "]");
@@ -87,7 +87,7 @@ void tensor_scatter_in_place(const Tensor& cache, const Tensor& update, Optional
 
 Tensor valid_kv_length(const Tensor& attn_mask) {
   check_given(attn_mask, "attn_mask");
-  const ScalarType type = attn_mask.scalar_type();
+  const ScalarType type = type_of(attn_mask);
   ONNX_ATTN_CHECK(type == ScalarType::Bool || is_floating(type), "attn_mask: has dtype ", dtype_name(type),
                   "; allowed are bool (true keeps) and floating types (above -1000 keeps)");
   const int64_t rank = attn_mask.dim();

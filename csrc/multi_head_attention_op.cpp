@@ -36,8 +36,8 @@ void check_attributes(const MhaAttributes& attributes) {
 
 void check_like_query(const Tensor& tensor, const char* name, const Tensor& query) {
   check_given(tensor, name);
-  ONNX_ATTN_CHECK(tensor.scalar_type() == query.scalar_type(), name, ": has dtype ", dtype_name(tensor.scalar_type()), ", but query has ",
-                  dtype_name(query.scalar_type()), "; the two must be the same");
+  ONNX_ATTN_CHECK(type_of(tensor) == type_of(query), name, ": has dtype ", dtype_name(type_of(tensor)), ", but query has ",
+                  dtype_name(type_of(query)), "; the two must be the same");
   check_same_device(tensor, name, query, "query");
 }
 
@@ -69,7 +69,7 @@ Layout find_layout(const Inputs& inputs) {
 
 // Component `index` of a packed [B, rows, N, components, H] tensor.
 Tensor4 view_packed(const Tensor& packed, int64_t index) {
-  const int64_t bytes = packed.scalar_type() == ScalarType::Float ? 4 : 2;
+  const int64_t bytes = type_of(packed) == ScalarType::Float ? 4 : 2;
   char* data = static_cast<char*>(const_cast<void*>(packed.const_data_ptr()));
   return Tensor4{data + index * packed.stride(3) * bytes, packed.stride(0), packed.stride(2), packed.stride(1)};
 }
@@ -114,7 +114,7 @@ void describe_bnsh_keys(Problem& problem, Inputs& inputs, const MhaAttributes& a
 // Sizes and views of query, key and value. Copies replace tensors whose last axis is not contiguous.
 void describe_inputs(Problem& problem, Inputs& inputs, Layout layout, const MhaAttributes& attributes) {
   Tensor& query = inputs.query;
-  const ScalarType type = query.scalar_type();
+  const ScalarType type = type_of(query);
   ONNX_ATTN_CHECK(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16, "query: has dtype ",
                   dtype_name(type), "; com.microsoft::MultiHeadAttention allows float32, float16 and bfloat16 (float64: use attention)");
   if (inputs.key) check_like_query(*inputs.key, "key", query);
@@ -128,14 +128,14 @@ void describe_inputs(Problem& problem, Inputs& inputs, Layout layout, const MhaA
   problem.q_len = query.size(1);
   problem.head_size = layout == Layout::packed_qkv ? query.size(4) : split_hidden(query, "query", num_heads);
   ONNX_ATTN_CHECK(problem.head_size > 0, "query: has head size 0 in shape ", shape_text(query), "; it must be at least 1");
-  query = with_unit_last_axis(query);
+  make_last_axis_unit(query);
   if (inputs.key) {
     ONNX_ATTN_CHECK(inputs.key->size(0) == problem.batch, "key: has batch ", inputs.key->size(0), ", but query has ", problem.batch);
-    inputs.key = with_unit_last_axis(*inputs.key);
+    make_last_axis_unit(*inputs.key);
   }
   if (inputs.value) {
     ONNX_ATTN_CHECK(inputs.value->size(0) == problem.batch, "value: has batch ", inputs.value->size(0), ", but query has ", problem.batch);
-    inputs.value = with_unit_last_axis(*inputs.value);
+    make_last_axis_unit(*inputs.value);
   }
 
   switch (layout) {
@@ -170,7 +170,7 @@ void describe_bias(Problem& problem, OptionalTensor& bias, Layout layout, const 
   ONNX_ATTN_CHECK(bias->dim() == 1 && bias->size(0) == 2 * hidden + v_hidden, "bias: has shape ", shape_text(*bias),
                   "; it must be [hidden + hidden + v_hidden] = [", 2 * hidden + v_hidden, "]");
   bias = torch::stable::contiguous(*bias);
-  const int64_t bytes = bias->scalar_type() == ScalarType::Float ? 4 : 2;
+  const int64_t bytes = type_of(*bias) == ScalarType::Float ? 4 : 2;
   const char* data = static_cast<const char*>(bias->const_data_ptr());
   problem.q_bias = data;
   if (layout == Layout::bnsh_keys) return;
@@ -188,7 +188,7 @@ struct KeyWidths {
 
 void describe_padding(Problem& problem, OptionalTensor& mask, const KeyWidths& widths, double filter, const Tensor& query) {
   if (!mask) return;
-  const ScalarType type = mask->scalar_type();
+  const ScalarType type = type_of(*mask);
   ONNX_ATTN_CHECK(type == ScalarType::Int || type == ScalarType::Long || type == ScalarType::Bool, "key_padding_mask: has dtype ",
                   dtype_name(type), "; allowed are int32, int64 and bool");
   check_same_device(*mask, "key_padding_mask", query, "query");
@@ -264,8 +264,7 @@ void start_append(Problem& problem) {
 }
 
 struct Outputs {
-  Tensor output;
-  OptionalTensor present_key, present_value, qk;
+  OptionalTensor output, present_key, present_value, qk;
 };
 
 struct Request {
@@ -285,11 +284,11 @@ Outputs finish(Problem& problem, Inputs& inputs, Outputs outputs, const KeyWidth
   }
   if (has_qk) {
     problem.score_mode = ScoreMode::mha_logits;
-    outputs.qk = empty_contiguous(query, query.scalar_type(), {problem.batch, problem.q_heads, problem.q_len, problem.kv_len});
+    outputs.qk = empty_contiguous(query, type_of(query), {problem.batch, problem.q_heads, problem.q_len, problem.kv_len});
     problem.scores = outputs.qk->mutable_data_ptr();
   }
-  outputs.output = empty_contiguous(query, query.scalar_type(), {problem.batch, problem.q_len, problem.q_heads * problem.v_head_size});
-  problem.y = view_bsh(outputs.output, problem.v_head_size);
+  outputs.output = empty_contiguous(query, type_of(query), {problem.batch, problem.q_len, problem.q_heads * problem.v_head_size});
+  problem.y = view_bsh(*outputs.output, problem.v_head_size);
   run(problem, query);
   return outputs;
 }
@@ -303,14 +302,14 @@ Outputs attend(Inputs inputs, Request request, const MhaAttributes& attributes) 
   describe_bias(problem, inputs.bias, layout, inputs.query);
   if (request.has_past) {
     check_caches(problem, layout, *request.past_key, request.past_value, inputs.query);
-    request.past_key = with_unit_last_axis(*request.past_key);
-    request.past_value = with_unit_last_axis(*request.past_value);
+    make_last_axis_unit(*request.past_key);
+    make_last_axis_unit(*request.past_value);
     start_append(problem);
     problem.append.past_k = view_bhsd(*request.past_key);
     problem.append.past_v = view_bhsd(*request.past_value);
     problem.append.past_len = request.past_key->size(2);
     problem.kv_len += problem.append.past_len;
-    const ScalarType type = inputs.query.scalar_type();
+    const ScalarType type = type_of(inputs.query);
     outputs.present_key = empty_contiguous(inputs.query, type, {problem.batch, problem.kv_heads, problem.kv_len, problem.head_size});
     outputs.present_value = empty_contiguous(inputs.query, type, {problem.batch, problem.kv_heads, problem.kv_len, problem.v_head_size});
     problem.k = view_bhsd(*outputs.present_key);
@@ -323,8 +322,8 @@ Outputs attend(Inputs inputs, Request request, const MhaAttributes& attributes) 
 
 // past_sequence_length is device data on CUDA, so there only shapes are checked and the kernels drop what does not fit.
 void check_past_sequence_length(const Tensor& length, int64_t new_len, int64_t capacity, const Tensor& query) {
-  ONNX_ATTN_CHECK(length.scalar_type() == ScalarType::Int || length.scalar_type() == ScalarType::Long, "past_sequence_length: has dtype ",
-                  dtype_name(length.scalar_type()), "; it must be int32 or int64");
+  ONNX_ATTN_CHECK(type_of(length) == ScalarType::Int || type_of(length) == ScalarType::Long, "past_sequence_length: has dtype ",
+                  dtype_name(type_of(length)), "; it must be int32 or int64");
   ONNX_ATTN_CHECK(length.dim() <= 1 && length.numel() == 1, "past_sequence_length: has shape ", shape_text(length),
                   "; it must hold one element, as a scalar or [1]");
   check_same_device(length, "past_sequence_length", query, "query");
@@ -356,8 +355,8 @@ void describe_beams(Problem& problem, OptionalTensor& indirection, const Inputs&
                     const Tensor& past_length) {
   if (!indirection) return;
   const int64_t capacity = problem.kv_len;
-  ONNX_ATTN_CHECK(indirection->scalar_type() == ScalarType::Int || indirection->scalar_type() == ScalarType::Long,
-                  "cache_indirection: has dtype ", dtype_name(indirection->scalar_type()), "; it must be int32 or int64");
+  ONNX_ATTN_CHECK(type_of(*indirection) == ScalarType::Int || type_of(*indirection) == ScalarType::Long, "cache_indirection: has dtype ",
+                  dtype_name(type_of(*indirection)), "; it must be int32 or int64");
   check_same_device(*indirection, "cache_indirection", inputs.query, "query");
   const bool fits =
       indirection->dim() == 3 && indirection->size(0) * indirection->size(1) == problem.batch && indirection->size(2) == capacity;
@@ -402,7 +401,7 @@ Tensor attend_shared(Inputs inputs, const Tensor& past_key, const Tensor& past_v
   describe_beams(problem, cache_indirection, inputs, layout, past, past_sequence_length);
   // On the CPU the keys in use are known; on CUDA they are not, and columns that a mask lacks count as masked.
   const int64_t least = past_sequence_length.is_cpu() ? count_at(past_sequence_length, 0) + new_len : 0;
-  return finish(problem, inputs, Outputs{}, KeyWidths{least, capacity}, attributes, false).output;
+  return finish(problem, inputs, Outputs{}, KeyWidths{least, capacity}, attributes, false).output.value();
 }
 
 // ---------------------------------------------------------------------------------------------- overloads
@@ -420,12 +419,12 @@ void check_output_qk(bool output_qk) {
   ONNX_ATTN_CHECK(output_qk, "output_qk: is false; this overload returns qk, leave the argument out to go without");
 }
 
-Tensor mha(INPUT_PARAMETERS, ATTRIBUTE_PARAMETERS) { return attend(INPUTS, Request{}, ATTRIBUTES).output; }
+Tensor mha(INPUT_PARAMETERS, ATTRIBUTE_PARAMETERS) { return attend(INPUTS, Request{}, ATTRIBUTES).output.value(); }
 
 std::tuple<Tensor, Tensor, Tensor> mha_kv(INPUT_PARAMETERS, const Tensor& past_key, const OptionalTensor& past_value,
                                           ATTRIBUTE_PARAMETERS) {
   Outputs outputs = attend(INPUTS, Request{past_key, past_value, true, false}, ATTRIBUTES);
-  return {outputs.output, *outputs.present_key, *outputs.present_value};
+  return {*outputs.output, *outputs.present_key, *outputs.present_value};
 }
 
 std::tuple<Tensor, Tensor> mha_qk(INPUT_PARAMETERS, bool output_qk, ATTRIBUTE_PARAMETERS) {
@@ -433,14 +432,14 @@ std::tuple<Tensor, Tensor> mha_qk(INPUT_PARAMETERS, bool output_qk, ATTRIBUTE_PA
   Request request;
   request.has_qk = true;
   Outputs outputs = attend(INPUTS, request, ATTRIBUTES);
-  return {outputs.output, *outputs.qk};
+  return {*outputs.output, *outputs.qk};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> mha_kv_qk(INPUT_PARAMETERS, const Tensor& past_key, const OptionalTensor& past_value,
                                                      bool output_qk, ATTRIBUTE_PARAMETERS) {
   check_output_qk(output_qk);
   Outputs outputs = attend(INPUTS, Request{past_key, past_value, true, true}, ATTRIBUTES);
-  return {outputs.output, *outputs.present_key, *outputs.present_value, *outputs.qk};
+  return {*outputs.output, *outputs.present_key, *outputs.present_value, *outputs.qk};
 }
 
 Tensor mha_shared(INPUT_PARAMETERS, const Tensor& past_key, const Tensor& past_value, const Tensor& past_sequence_length,

@@ -58,12 +58,25 @@ int element_size(ScalarType type) {
   }
 }
 
+ScalarType type_of(const Tensor& tensor) {
+  struct Codes {
+    int32_t half = aoti_torch_dtype_float16(), brain = aoti_torch_dtype_bfloat16(), single = aoti_torch_dtype_float32();
+  };
+  static const Codes codes;
+  int32_t code = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+  if (code == codes.half) return ScalarType::Half;
+  if (code == codes.brain) return ScalarType::BFloat16;
+  if (code == codes.single) return ScalarType::Float;
+  return tensor.scalar_type();
+}
+
 bool is_floating(ScalarType type) {
   return type == ScalarType::Double || type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16;
 }
 
 DType dtype_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
+  switch (type_of(tensor)) {
     case ScalarType::Double: return DType::f64;
     case ScalarType::Float: return DType::f32;
     case ScalarType::Half: return DType::f16;
@@ -71,7 +84,7 @@ DType dtype_of(const Tensor& tensor) {
     case ScalarType::Bool: return DType::boolean;
     case ScalarType::Int: return DType::i32;
     case ScalarType::Long: return DType::i64;
-    default: fail("onnx_attn: no kernel reads ", dtype_name(tensor.scalar_type()));
+    default: fail("onnx_attn: no kernel reads ", dtype_name(type_of(tensor)));
   }
 }
 
@@ -79,18 +92,25 @@ void check_given(const Tensor& tensor, const char* name) {
   ONNX_ATTN_CHECK(tensor.get() && tensor.defined(), name, ": is None; a tensor is required");
 }
 
+static int32_t device_type_of(const Tensor& tensor) {
+  int32_t type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  return type;
+}
+
 void check_same_device(const Tensor& tensor, const char* name, const Tensor& first, const char* first_name) {
   check_given(tensor, name);
-  const bool same = tensor.is_cuda() == first.is_cuda() && tensor.is_cpu() == first.is_cpu() &&
-                    (!tensor.is_cuda() || tensor.get_device_index() == first.get_device_index());
+  const int32_t type = device_type_of(tensor);
+  const bool same =
+      type == device_type_of(first) && (type == aoti_torch_device_type_cpu() || tensor.get_device_index() == first.get_device_index());
   const auto place = [](const Tensor& t) { return t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index()) : std::string("cpu"); };
   ONNX_ATTN_CHECK(same, name, ": is on ", place(tensor), ", but ", first_name, " is on ", place(first),
                   "; all tensors must be on one device");
 }
 
-Tensor with_unit_last_axis(const Tensor& tensor) {
+void make_last_axis_unit(Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
-  return tensor.size(last) <= 1 || tensor.stride(last) == 1 ? tensor : torch::stable::contiguous(tensor);
+  if (tensor.stride(last) != 1 && tensor.size(last) > 1) tensor = torch::stable::contiguous(tensor);
 }
 
 Tensor4 view_bhsd(const Tensor& tensor) {
@@ -103,10 +123,10 @@ Tensor4 view_bsh(const Tensor& tensor, int64_t column_count) {
 
 static Tensor empty_strided(const Tensor& like, ScalarType type, const int64_t* sizes, const int64_t* strides, int64_t rank) {
   AtenTensorHandle handle = nullptr;
-  int32_t device_type = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  const AOTITorchError error = aoti_torch_empty_strided(rank, sizes, strides, static_cast<int32_t>(type), device_type,
-                                                        like.is_cuda() ? like.get_device_index() : 0, &handle);
+  const int32_t device_type = device_type_of(like);
+  const int32_t device_index = device_type == aoti_torch_device_type_cpu() ? 0 : like.get_device_index();
+  const AOTITorchError error =
+      aoti_torch_empty_strided(rank, sizes, strides, static_cast<int32_t>(type), device_type, device_index, &handle);
   if (error != AOTI_TORCH_SUCCESS) {
     std::string shape;
     for (int64_t axis = 0; axis < rank; ++axis) shape += (axis ? ", " : "") + std::to_string(sizes[axis]);
@@ -126,12 +146,12 @@ Tensor empty_contiguous(const Tensor& like, ScalarType type, std::initializer_li
 }
 
 Tensor empty_bhsd(const Tensor& like, int64_t batch, int64_t heads, int64_t rows, int64_t columns, bool rows_outside_heads) {
-  if (!rows_outside_heads) return empty_contiguous(like, like.scalar_type(), {batch, heads, rows, columns});
+  if (!rows_outside_heads) return empty_contiguous(like, type_of(like), {batch, heads, rows, columns});
   // As torch strides an empty [batch, rows, heads, columns] tensor and transposes it: a size of 0 counts as 1.
   const int64_t row_stride = std::max<int64_t>(heads, 1) * std::max<int64_t>(columns, 1);
   const int64_t sizes[] = {batch, heads, rows, columns};
   const int64_t strides[] = {std::max<int64_t>(rows, 1) * row_stride, std::max<int64_t>(columns, 1), row_stride, 1};
-  return empty_strided(like, like.scalar_type(), sizes, strides, 4);
+  return empty_strided(like, type_of(like), sizes, strides, 4);
 }
 
 // Elements between the first and the last one that a tensor can reach.
@@ -154,7 +174,7 @@ void check_writable(const Tensor& tensor, const char* name) {
 void check_no_overlap(const Tensor& first, const char* first_name, const Tensor& second, const char* second_name) {
   const char* a = static_cast<const char*>(first.const_data_ptr());
   const char* b = static_cast<const char*>(second.const_data_ptr());
-  const int64_t a_bytes = extent(first) * element_size(first.scalar_type()), b_bytes = extent(second) * element_size(second.scalar_type());
+  const int64_t a_bytes = extent(first) * element_size(type_of(first)), b_bytes = extent(second) * element_size(type_of(second));
   const bool apart = a_bytes == 0 || b_bytes == 0 || a + a_bytes <= b || b + b_bytes <= a;
   ONNX_ATTN_CHECK(apart, second_name, ": overlaps ", first_name,
                   ", which is written in place, in the memory that the two span; they must be different storage");
@@ -175,8 +195,8 @@ void check_written_caches(NamedTensor keys, NamedTensor values, std::initializer
 
 int64_t count_at(const Tensor& counts, int64_t index) {
   const int64_t offset = counts.dim() == 0 ? 0 : index * counts.stride(0);
-  return counts.scalar_type() == ScalarType::Long ? static_cast<const int64_t*>(counts.const_data_ptr())[offset]
-                                                  : static_cast<const int32_t*>(counts.const_data_ptr())[offset];
+  return type_of(counts) == ScalarType::Long ? static_cast<const int64_t*>(counts.const_data_ptr())[offset]
+                                             : static_cast<const int32_t*>(counts.const_data_ptr())[offset];
 }
 
 DeviceScope::DeviceScope(const Tensor& tensor) {

@@ -40,13 +40,14 @@ std::string dtype_name(ScalarType type);       // "float16"
 std::string shape_text(const Tensor& tensor);  // "[2, 4, 8, 64]"
 int element_size(ScalarType type);             // bytes; 0 for a type that cannot be copied
 bool is_floating(ScalarType type);             // one of the four floating types of Problem
+ScalarType type_of(const Tensor& tensor);      // as Tensor::scalar_type, which makes a call for every type it compares with
 DType dtype_of(const Tensor& tensor);          // for a type that Problem knows
 
 void check_given(const Tensor& tensor, const char* name);  // None for a required tensor arrives as an undefined one
 void check_same_device(const Tensor& tensor, const char* name, const Tensor& first, const char* first_name);
 
-// The tensor itself when its last axis has unit stride, else a contiguous copy.
-Tensor with_unit_last_axis(const Tensor& tensor);
+// Replaces a tensor whose last axis has a stride other than 1 by a contiguous copy.
+void make_last_axis_unit(Tensor& tensor);
 
 // Views of [batch, head, row, column] and of [batch, row, head * column] tensors.
 Tensor4 view_bhsd(const Tensor& tensor);
