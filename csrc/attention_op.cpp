@@ -12,9 +12,6 @@ namespace onnx_attn {
 
 namespace {
 
-// Larger windows see everything; the bound keeps row + window inside 64 bits.
-constexpr int64_t kLargestWindow = int64_t{1} << 40;
-
 // ONNX's float attributes are float32, and so is the arithmetic that uses them.
 constexpr double kLargestFloat = std::numeric_limits<float>::max();
 constexpr double kSmallestFloat = std::numeric_limits<float>::min();

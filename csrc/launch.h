@@ -12,7 +12,8 @@ namespace onnx_attn {
 
 namespace cuda {
 
-int query_device(int index, Device* device);
+int query_device(int index, Device* device);  // kernels/device_query.cu
+int query_current_device(Device* device);
 const char* error_text(int error);
 
 int append(const Problem& problem, void* stream);                                               // kernels/append.cu

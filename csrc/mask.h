@@ -13,6 +13,12 @@ namespace onnx_attn {
 
 enum class DType : int8_t { f64, f32, f16, bf16, boolean, i32, i64 };
 
+// Bytes of an element; of a floating one with fewer questions, for the device.
+ONNX_ATTN_HOST_DEVICE constexpr int float_bytes(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
+ONNX_ATTN_HOST_DEVICE constexpr int element_bytes(DType dtype) {
+  return dtype == DType::boolean ? 1 : dtype == DType::i64 ? 8 : dtype == DType::i32 ? 4 : float_bytes(dtype);
+}
+
 // One count for each batch entry, read where the kernel runs and never by the host on CUDA:
 // clamp(data[batch * stride] + addend, 0, limit), with the limit given by the reader.
 struct Lengths {
@@ -59,12 +65,15 @@ struct Padding {
   float filter = -10000.0f;
 };
 
+// Larger windows see everything; the bound keeps sums with positions inside 64 bits.
+inline constexpr int64_t kLargestWindow = int64_t{1} << 40;
+
 // Query row i of batch entry b stands at key position i + offset(b). Key j is allowed when
 //   j < length(b)  and  position - left <= j <= position + right  and  the tensor mask keeps it.
 struct Mask {
   Lengths lengths;                     // valid keys; keys at or past the length never contribute, whatever they hold
-  int64_t left = -1;                   // keys before the position that count; -1 = all
-  int64_t right = -1;                  // keys after the position that count; -1 = all. Causal is right = 0.
+  int64_t left = -1;                   // keys before the position that count, at most kLargestWindow; -1 = all
+  int64_t right = -1;                  // keys after the position that count, likewise; -1 = all. Causal is right = 0.
   bool offset_follows_length = false;  // offset(b) = length(b) - q_len; else `offset`
   int64_t offset = 0;
   TensorMask tensor;

@@ -69,7 +69,7 @@ Layout find_layout(const Inputs& inputs) {
 
 // Component `index` of a packed [B, rows, N, components, H] tensor.
 Tensor4 view_packed(const Tensor& packed, int64_t index) {
-  const int64_t bytes = type_of(packed) == ScalarType::Float ? 4 : 2;
+  const int64_t bytes = element_size(type_of(packed));
   char* data = static_cast<char*>(const_cast<void*>(packed.const_data_ptr()));
   return Tensor4{data + index * packed.stride(3) * bytes, packed.stride(0), packed.stride(2), packed.stride(1)};
 }
@@ -170,7 +170,7 @@ void describe_bias(Problem& problem, OptionalTensor& bias, Layout layout, const 
   ONNX_ATTN_CHECK(bias->dim() == 1 && bias->size(0) == 2 * hidden + v_hidden, "bias: has shape ", shape_text(*bias),
                   "; it must be [hidden + hidden + v_hidden] = [", 2 * hidden + v_hidden, "]");
   bias = torch::stable::contiguous(*bias);
-  const int64_t bytes = type_of(*bias) == ScalarType::Float ? 4 : 2;
+  const int64_t bytes = element_size(type_of(*bias));
   const char* data = static_cast<const char*>(bias->const_data_ptr());
   problem.q_bias = data;
   if (layout == Layout::bnsh_keys) return;

@@ -17,14 +17,12 @@ constexpr Kernel kCandidates[] = {Kernel::decode, Kernel::forward_sm90, Kernel::
 
 int64_t align(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-int64_t element_bytes(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
-
 int64_t biased_key_bytes(const Problem& problem) {
-  return align(problem.batch * problem.kv_heads * problem.kv_len * problem.head_size * element_bytes(problem.dtype));
+  return align(problem.batch * problem.kv_heads * problem.kv_len * problem.head_size * float_bytes(problem.dtype));
 }
 
 int64_t biased_value_bytes(const Problem& problem) {
-  return align(problem.batch * problem.kv_heads * problem.kv_len * problem.v_head_size * element_bytes(problem.v_dtype));
+  return align(problem.batch * problem.kv_heads * problem.kv_len * problem.v_head_size * float_bytes(problem.v_dtype));
 }
 
 int64_t biased_bytes(const Problem& problem) { return biased_key_bytes(problem) + biased_value_bytes(problem); }

@@ -16,8 +16,6 @@ constexpr int64_t kRowsPerTask = 256;
 // Below this many elements waking other threads takes longer than the copy.
 constexpr int64_t kSerialElements = 1 << 16;
 
-int64_t bytes_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
-
 // One of the two tensors that an append writes.
 struct Target {
   Tensor4 past, fresh, cache;
@@ -67,7 +65,7 @@ void copy_rows(const Target& target, const Tensor4& source, int64_t batch, int64
 
 void write_new_rows(const Target& target, int64_t batch, int64_t head, int64_t begin, int64_t end, int64_t shift) {
   if (!target.bias) return copy_rows(target, target.fresh, batch, head, begin, end, shift);
-  const char* bias = static_cast<const char*>(target.bias) + head * target.size * bytes_of(target.bias_dtype);
+  const char* bias = static_cast<const char*>(target.bias) + head * target.size * float_bytes(target.bias_dtype);
   for (int64_t row = begin; row < end; ++row) {
     const char* source = address(target.fresh, target.bytes, batch, head, row);
     char* result = address(target.cache, target.bytes, batch, head, row + shift);
@@ -86,8 +84,8 @@ void append(const Problem& problem, const ParallelFor& parallel_for) {
   const Append& append = problem.append;
   if (!append.active) return;
   const Target targets[2] = {
-      {append.past_k, append.new_k, problem.k, problem.head_size, bytes_of(problem.dtype), problem.dtype, problem.k_bias, problem.dtype},
-      {append.past_v, append.new_v, problem.v, problem.v_head_size, bytes_of(problem.v_dtype), problem.v_dtype, problem.v_bias,
+      {append.past_k, append.new_k, problem.k, problem.head_size, float_bytes(problem.dtype), problem.dtype, problem.k_bias, problem.dtype},
+      {append.past_v, append.new_v, problem.v, problem.v_head_size, float_bytes(problem.v_dtype), problem.v_dtype, problem.v_bias,
        problem.dtype},
   };
   const int64_t past_tasks = (append.past_len + kRowsPerTask - 1) / kRowsPerTask;

@@ -9,7 +9,7 @@ static void score_tile(Unit<T>& unit, int64_t first, int64_t count, int64_t key,
   const T* queries = scratch.queries + first * padded;
   const int64_t begin = from / L, end = (to + L - 1) / L;  // in vectors
   if (unit.blocking.few_rows) {
-    const Ahead values{scratch.value_rows + from, unit.direct_values ? unit.problem.v_head_size * bytes_of(unit.problem.v_dtype) : 0};
+    const Ahead values{scratch.value_rows + from, unit.direct_values ? unit.problem.v_head_size * element_bytes(unit.problem.v_dtype) : 0};
     dot_products_any<T>(unit.direct_keys ? unit.problem.dtype : kComputeDType<T>, queries, padded, count, scratch.key_rows + from,
                         to - from, unit.direct_keys ? depth : padded, scratch.scores + from, values);
   } else {
@@ -89,7 +89,7 @@ static void attend_tile(Unit<T>& unit, int64_t first, int64_t count, int64_t key
   const T* weights = scratch.scores + from;
   T* sums = scratch.sums + first * padded;
   if (unit.blocking.few_rows) {
-    const int64_t key_bytes = unit.next_count >= to - from ? unit.problem.head_size * bytes_of(unit.problem.dtype) : 0;
+    const int64_t key_bytes = unit.next_count >= to - from ? unit.problem.head_size * element_bytes(unit.problem.dtype) : 0;
     weighted_sums_any<T>(unit.direct_values ? unit.problem.v_dtype : kComputeDType<T>, weights, count, scratch.value_rows + from, to - from,
                          width, sums, padded, scratch.row_factor, {scratch.next_key_rows, key_bytes});
   } else {

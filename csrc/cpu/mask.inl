@@ -117,7 +117,7 @@ template <class T>
 ONNX_ATTN_INLINE void prefetch_mask(const Unit<T>& unit, int64_t first, int64_t count, int64_t key, int64_t keys) {
   const TensorMask& mask = unit.problem.mask.tensor;
   if (mask.kind == TensorMask::Kind::none || mask.key_stride != 1 || mask.query_stride == 0) return;
-  const int64_t bytes = bytes_of(mask.dtype);
+  const int64_t bytes = element_bytes(mask.dtype);
   for (int64_t row = first; row < first + count; ++row) {
     const char* begin = static_cast<const char*>(mask.data) + mask_element(unit, row, key) * bytes;
     for (int64_t offset = 0; offset < keys * bytes; offset += 64) __builtin_prefetch(begin + offset, 0, 2);

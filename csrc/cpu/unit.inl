@@ -58,10 +58,6 @@ ONNX_ATTN_INLINE KeyRange intersect(KeyRange a, KeyRange b) {
   return both.begin < both.end ? both : KeyRange{both.begin, both.begin};
 }
 
-ONNX_ATTN_INLINE int64_t bytes_of(DType dtype) {
-  return dtype == DType::f64 || dtype == DType::i64 ? 8 : dtype == DType::f32 || dtype == DType::i32 ? 4 : dtype == DType::boolean ? 1 : 2;
-}
-
 // Decides which keys the unit computes and how it reads K and V.
 template <class T>
 static void open_unit(Unit<T>& unit, int64_t index) {
@@ -114,7 +110,7 @@ static void open_unit(Unit<T>& unit, int64_t index) {
 template <class T>
 static const T* read_bias(const Problem& problem, const void* bias, int64_t head, int64_t size, int64_t padded, T* target) {
   if (!bias) return nullptr;
-  const void* row = static_cast<const char*>(bias) + head * size * bytes_of(problem.dtype);
+  const void* row = static_cast<const char*>(bias) + head * size * element_bytes(problem.dtype);
   pack_rows_any<T>(problem.dtype, &row, 1, size, nullptr, padded, target);
   return target;
 }
@@ -127,7 +123,7 @@ static void pack_queries(Unit<T>& unit) {
   for (int64_t i = 0; i < unit.row_count; ++i) {
     const int64_t head = unit.head_of(i);
     const int64_t offset = unit.batch * problem.q.batch_stride + head * problem.q.head_stride + unit.position_of(i) * problem.q.row_stride;
-    const void* row = static_cast<const char*>(problem.q.data) + offset * bytes_of(problem.dtype);
+    const void* row = static_cast<const char*>(problem.q.data) + offset * element_bytes(problem.dtype);
     const T* bias = read_bias<T>(problem, problem.q_bias, head, problem.head_size, padded, unit.scratch.keys);  // free until K comes
     T* target = unit.scratch.queries + i * padded;
     pack_rows_any<T>(problem.dtype, &row, 1, problem.head_size, bias, padded, target);
@@ -140,7 +136,7 @@ static void pack_queries(Unit<T>& unit) {
 template <class T>
 static void point_at_rows(const Unit<T>& unit, const Tensor4& tensor, DType dtype, int64_t key, int64_t count, const void** rows) {
   const Beams& beams = unit.problem.beams;
-  const int64_t size = bytes_of(dtype);
+  const int64_t size = element_bytes(dtype);
   const char* head = static_cast<const char*>(tensor.data) + unit.kv_head * tensor.head_stride * size;
   const char* own = head + (unit.batch * tensor.batch_stride + key * tensor.row_stride) * size;
   for (int64_t i = 0; i < count; ++i) rows[i] = own + i * tensor.row_stride * size;

@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_tile(Accum (&tile)[kRows][kPitch], const vo
                                           RowOffset row_offset) {
   constexpr int kInFlight = 4;  // loads issued before the first is used
   static_assert((kColumns & (kColumns - 1)) == 0);
-  const int size = dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
+  const int size = float_bytes(dtype);
   const int shift = size == 8 ? 1 : size == 4 ? 2 : 3;                                     // log2 of the elements in a packet
   const auto row_of = [&](int index) { return index >> (31 - __clz(kColumns) - shift); };  // packets never straddle two rows
   const auto column_of = [&](int index) { return (index << shift) & (kColumns - 1); };

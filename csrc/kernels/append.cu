@@ -7,6 +7,7 @@
 #include "../device/convert.cuh"
 #include "../device/packet.cuh"
 #include "../launch.h"
+#include "grid_size.h"
 
 namespace onnx_attn::cuda {
 
@@ -21,10 +22,10 @@ struct Rows {
   Tensor4 target;
   Tensor4 past;
   Tensor4 fresh;
-  const void* bias = nullptr;  // [kv_heads, columns], of dtype bias_dtype, added to fresh rows
-  DType dtype = DType::f32;
-  DType bias_dtype = DType::f32;
-  int64_t columns = 0;
+  const void* bias;  // [kv_heads, columns], of dtype bias_dtype, added to fresh rows; or null
+  DType dtype;
+  DType bias_dtype;
+  int64_t columns;
   int lanes = 1;  // a power of two, at most 32
   int64_t past_chunks = 0;
   int64_t chunks = 0;  // blocks for each batch entry and head: those of past rows, then those of fresh ones
@@ -40,8 +41,6 @@ struct Copy {
   int64_t k_blocks = 0;  // blocks below this copy K, the others V
   int64_t total = 0;
 };
-
-int64_t size_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
 
 // The sum is rounded once, to Element: of two numbers of one narrow type, float32 holds enough digits for that, and of others
 // float64 does.
@@ -136,12 +135,12 @@ bool is_packets(const Rows& rows) {
     bytes |= tensor.batch_stride | tensor.head_stride | tensor.row_stride;
     addresses |= reinterpret_cast<uintptr_t>(tensor.data);
   }
-  return bytes * size_of(rows.dtype) % 16 == 0 && addresses % 16 == 0;
+  return bytes * float_bytes(rows.dtype) % 16 == 0 && addresses % 16 == 0;
 }
 
 // Counts in packets instead of elements.
 void widen(Rows* rows) {
-  const int64_t count = 16 / size_of(rows->dtype);
+  const int64_t count = 16 / float_bytes(rows->dtype);
   rows->columns /= count;
   for (Tensor4* tensor : {&rows->target, &rows->past, &rows->fresh}) {
     tensor->batch_stride /= count;
@@ -152,7 +151,7 @@ void widen(Rows* rows) {
 
 // How the work is cut.
 void cut_rows(Rows* rows, const Copy& copy) {
-  const int64_t packets = (rows->columns * size_of(rows->dtype) + 15) / 16;
+  const int64_t packets = (rows->columns * float_bytes(rows->dtype) + 15) / 16;
   while (rows->lanes < 32 && rows->lanes < packets) rows->lanes *= 2;
   const int64_t rows_per_block = kThreads / rows->lanes * kRowsPerThread;
   if (rows->columns == 0) return;
@@ -173,31 +172,14 @@ int append(const Problem& problem, void* stream) {
   copy.default_first_row = append.past_len;
   copy.first_row = append.first_row;
 
-  Rows k;
-  k.target = problem.k;
-  k.past = append.past_k;
-  k.fresh = append.new_k;
-  k.bias = problem.k_bias;
-  k.dtype = problem.dtype;
-  k.bias_dtype = problem.dtype;
-  k.columns = problem.head_size;
+  Rows k{problem.k, append.past_k, append.new_k, problem.k_bias, problem.dtype, problem.dtype, problem.head_size};
+  Rows v{problem.v, append.past_v, append.new_v, problem.v_bias, problem.v_dtype, problem.dtype, problem.v_head_size};
   cut_rows(&k, copy);
-
-  Rows v;
-  v.target = problem.v;
-  v.past = append.past_v;
-  v.fresh = append.new_v;
-  v.bias = problem.v_bias;
-  v.dtype = problem.v_dtype;
-  v.bias_dtype = problem.dtype;
-  v.columns = problem.v_head_size;
   cut_rows(&v, copy);
-
   copy.k_blocks = problem.batch * problem.kv_heads * k.chunks;
   copy.total = copy.k_blocks + problem.batch * problem.kv_heads * v.chunks;
   if (copy.total == 0) return cudaSuccess;
-  constexpr int64_t kMaxGrid = 2147483647;  // blocks loop beyond this
-  const int grid = static_cast<int>(copy.total < kMaxGrid ? copy.total : kMaxGrid);
+  const int grid = grid_size(copy.total);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (is_packets(k) && is_packets(v)) {
     widen(&k);

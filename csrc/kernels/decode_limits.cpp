@@ -3,6 +3,7 @@
 
 #include "../key_range.h"
 #include "../launch.h"
+#include "kernel_limits.h"
 
 namespace onnx_attn::decode {
 
@@ -14,31 +15,13 @@ constexpr int64_t kLargestIndex = int64_t{1} << 30;  // positions of keys, and u
 
 bool is_half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
 
-// Rows start at multiples of `bytes`; a stride along an axis of one element is never used.
-bool has_aligned_rows(const Tensor4& tensor, int64_t batch, int64_t heads, int64_t rows, int bytes) {
-  const int64_t elements = bytes / 2;
-  return reinterpret_cast<uintptr_t>(tensor.data) % bytes == 0 && (batch <= 1 || tensor.batch_stride % elements == 0) &&
-         (heads <= 1 || tensor.head_stride % elements == 0) && (rows <= 1 || tensor.row_stride % elements == 0);
-}
-
 int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
-
-int mask_element_bytes(DType dtype) {
-  switch (dtype) {
-    case DType::boolean: return 1;
-    case DType::f16:
-    case DType::bf16: return 2;
-    case DType::f32:
-    case DType::i32: return 4;
-    default: return 8;
-  }
-}
 
 StagedMask stage_mask(int rows, int keys, DType dtype) {
   constexpr int kUnit = 16;  // keeps rows aligned; one more leaves room for a first word that is not the row's alone
   StagedMask staged;
   staged.rows = rows;
-  staged.element_bytes = mask_element_bytes(dtype);
+  staged.element_bytes = onnx_attn::element_bytes(dtype);
   staged.pitch = keys * staged.element_bytes + kUnit;
   return staged;
 }
@@ -76,13 +59,13 @@ const char* append_refusal(const Problem& problem) {
   constexpr int64_t kMaxNewRows = 64;
   const Append& append = problem.append;
   if (append.new_len > kMaxNewRows) return "the decode kernel appends up to 64 rows";
-  if (!has_aligned_rows(append.new_k, problem.batch, problem.kv_heads, append.new_len, 16) ||
-      !has_aligned_rows(append.new_v, problem.batch, problem.kv_heads, append.new_len, 16)) {
+  if (!has_aligned_rows(append.new_k, problem.batch, problem.kv_heads, append.new_len) ||
+      !has_aligned_rows(append.new_v, problem.batch, problem.kv_heads, append.new_len)) {
     return "the decode kernel appends rows that start at multiples of 16 bytes";
   }
   if (!copies_past(problem)) return nullptr;
-  if (!has_aligned_rows(append.past_k, problem.batch, problem.kv_heads, append.past_len, 16) ||
-      !has_aligned_rows(append.past_v, problem.batch, problem.kv_heads, append.past_len, 16)) {
+  if (!has_aligned_rows(append.past_k, problem.batch, problem.kv_heads, append.past_len) ||
+      !has_aligned_rows(append.past_v, problem.batch, problem.kv_heads, append.past_len)) {
     return "the decode kernel copies past rows that start at multiples of 16 bytes";
   }
   const RowPosition position{problem.kv_len, problem.mask.offset_follows_length ? problem.kv_len - problem.q_len : problem.mask.offset};
@@ -187,9 +170,9 @@ const char* decode_refusal(const Problem& problem) {
   if (problem.mask.tensor.kind == TensorMask::Kind::bias && problem.mask.tensor.dtype == DType::f64) {
     return "the decode kernel does not read float64 biases";
   }
-  if (!has_aligned_rows(problem.q, problem.batch, problem.q_heads, problem.q_len, 16) ||
-      !has_aligned_rows(problem.k, problem.batch, problem.kv_heads, problem.kv_len, 16) ||
-      !has_aligned_rows(problem.v, problem.batch, problem.kv_heads, problem.kv_len, 16)) {
+  if (!has_aligned_rows(problem.q, problem.batch, problem.q_heads, problem.q_len) ||
+      !has_aligned_rows(problem.k, problem.batch, problem.kv_heads, problem.kv_len) ||
+      !has_aligned_rows(problem.v, problem.batch, problem.kv_heads, problem.kv_len)) {
     return "the decode kernel reads rows that start at multiples of 16 bytes";
   }
   if (!has_aligned_rows(problem.y, problem.batch, problem.q_heads, problem.q_len, 8)) {

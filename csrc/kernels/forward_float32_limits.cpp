@@ -4,27 +4,23 @@
 #include <algorithm>
 
 #include "../launch.h"
+#include "kernel_limits.h"
 #include "split_sizes.h"
 
 namespace onnx_attn::cuda {
 
 namespace {
-constexpr int64_t kMaxLength = int64_t{1} << 29;  // positions are 32-bit in the kernel
 constexpr int64_t kMinBlockRows = 64;
-constexpr int64_t kMaxBlocks = INT32_MAX;
 }  // namespace
 
 const char* forward_float32_refusal(const Problem& problem, const Device& device) {
   if (problem.dtype != DType::f32) return "Q is not float32";
   if (problem.v_dtype == DType::f64) return "V is float64";
-  if (problem.compute != DType::f32) return "softmax in float64 was asked for";
-  if (problem.score_mode != ScoreMode::none) return "a scores output was asked for";
-  if (problem.beams.index) return "the cache is read through a beam index";
+  if (const char* reason = forward_refusal(problem)) return reason;
   const int64_t head_size = std::max(problem.head_size, problem.v_head_size);
   if (head_size > split::kMaxColumns) return "a head size is above 256";
   if (problem.v_head_size < 1) return "v_head_size is 0";
   if (head_size > 128 && device.max_shared_memory < kLargeHeadBytes) return "head sizes above 128 need 104 KB of shared memory";
-  if (problem.q_len > kMaxLength || problem.kv_len > kMaxLength) return "a sequence is longer than 2^29";
   const auto blocks = [&](int64_t heads, int64_t rows, int64_t block_rows) {
     return problem.batch * heads > kMaxBlocks / (rows / block_rows + 1);
   };

@@ -14,15 +14,10 @@ namespace {
 
 constexpr double kLog2e = 1.4426950408889634;
 constexpr float kMinUnit = 1e-6f;
-constexpr int64_t kFar = int64_t{1} << 40;  // beyond every key; sums of a few do not overflow
 
 ForwardParams make_params(const Problem& problem) {
   ForwardParams params;
   params.problem = problem;
-  Mask& mask = params.problem.mask;
-  mask.left = std::min(mask.left, kFar);
-  mask.right = std::min(mask.right, kFar);
-  mask.offset = std::clamp(mask.offset, -kFar, kFar);
   // With a unit other than 1 the weights of a row share a rounding error of maximum * unit. It cancels in the quotient, but
   // where a wide bias lowers a whole row to -1e9 or less it is of several binary orders, or out of range.
   const TensorMask& tensor = problem.mask.tensor;

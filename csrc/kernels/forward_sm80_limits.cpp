@@ -1,36 +1,21 @@
 // forward_sm80_limits.cpp: which problems the portable tensor-core forward kernel can run, and why not the others.
-#include <cstdint>
-
 #include "../launch.h"
+#include "kernel_limits.h"
 
 namespace onnx_attn::cuda {
 
 namespace {
 
 constexpr int64_t kMaxHeadSize = 256;
-constexpr int64_t kMaxLength = int64_t{1} << 29;  // positions are 32-bit in the kernel
 constexpr int64_t kMinBlockRows = 64;
-constexpr int64_t kMaxBlocks = INT32_MAX;
-
-// Rows of 16-bit elements are moved 16 bytes at a time. The stride of an axis with one entry is never used.
-bool rows_are_aligned(const Tensor4& tensor, int64_t batch, int64_t heads, int64_t rows) {
-  const auto aligned = [](int64_t extent, int64_t stride) { return extent <= 1 || stride % 8 == 0; };
-  return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0 && aligned(batch, tensor.batch_stride) && aligned(heads, tensor.head_stride) &&
-         aligned(rows, tensor.row_stride);
-}
 
 }  // namespace
 
 const char* forward_sm80_refusal(const Problem& problem) {
-  if (problem.dtype != DType::f16 && problem.dtype != DType::bf16) return "Q is neither float16 nor bfloat16";
-  if (problem.v_dtype != problem.dtype) return "V has another type than Q";
-  if (problem.compute != DType::f32) return "softmax in float64 was asked for";
-  if (problem.score_mode != ScoreMode::none) return "a scores output was asked for";
-  if (problem.beams.index) return "the cache is read through a beam index";
+  if (const char* reason = half_forward_refusal(problem)) return reason;
   if (problem.head_size < 1 || problem.head_size > kMaxHeadSize) return "head_size is not between 1 and 256";
   if (problem.v_head_size < 1 || problem.v_head_size > kMaxHeadSize) return "v_head_size is not between 1 and 256";
   if (problem.head_size % 8 != 0 || problem.v_head_size % 8 != 0) return "a head size is not a multiple of 8";
-  if (problem.q_len > kMaxLength || problem.kv_len > kMaxLength) return "a sequence is longer than 2^29";
   if (problem.batch * problem.q_heads > kMaxBlocks / ((problem.q_len + kMinBlockRows - 1) / kMinBlockRows + 1)) {
     return "there are more than 2^31 blocks of query rows";
   }
@@ -39,11 +24,11 @@ const char* forward_sm80_refusal(const Problem& problem) {
     return "K has a projection bias that no append adds, together with softcap or a log-sum-exp output";
   }
   const int64_t batch = problem.batch;
-  if (!rows_are_aligned(problem.q, batch, problem.q_heads, problem.q_len)) return "rows of Q are not 16-byte aligned";
-  if (!rows_are_aligned(problem.y, batch, problem.q_heads, problem.q_len)) return "rows of Y are not 16-byte aligned";
+  if (!has_aligned_rows(problem.q, batch, problem.q_heads, problem.q_len)) return "rows of Q are not 16-byte aligned";
+  if (!has_aligned_rows(problem.y, batch, problem.q_heads, problem.q_len)) return "rows of Y are not 16-byte aligned";
   if (problem.kv_len > 0) {
-    if (!rows_are_aligned(problem.k, batch, problem.kv_heads, problem.kv_len)) return "rows of K are not 16-byte aligned";
-    if (!rows_are_aligned(problem.v, batch, problem.kv_heads, problem.kv_len)) return "rows of V are not 16-byte aligned";
+    if (!has_aligned_rows(problem.k, batch, problem.kv_heads, problem.kv_len)) return "rows of K are not 16-byte aligned";
+    if (!has_aligned_rows(problem.v, batch, problem.kv_heads, problem.kv_len)) return "rows of V are not 16-byte aligned";
   }
   return nullptr;
 }

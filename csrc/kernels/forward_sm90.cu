@@ -14,7 +14,6 @@ namespace {
 
 constexpr double kLog2e = 1.4426950408889634;
 constexpr float kMinUnit = 1e-6f;
-constexpr int64_t kFar = int64_t{1} << 40;  // beyond every key; sums of a few do not overflow
 
 decltype(&cuTensorMapEncodeTiled) find_encoder() {  // in the driver, without linking it
   void* function = nullptr;
@@ -90,10 +89,7 @@ void set_cap(ScoreTransform& transform, double cap, double slope) {
 ForwardParams make_params(const Problem& problem) {
   ForwardParams params;
   params.problem = problem;
-  Mask& mask = params.problem.mask;
-  mask.left = std::min(mask.left, kFar);
-  mask.right = std::min(mask.right, kFar);
-  mask.offset = std::clamp(mask.offset, -kFar, kFar);
+  const Mask& mask = problem.mask;
   params.mask = choose_mask_tiles(problem);
 
   const float raw_unit = static_cast<float>(problem.scale * kLog2e);

@@ -2,41 +2,24 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 
 #include "forward_sm90.cuh"
+#include "shared_memory_limit.h"
 
 namespace onnx_attn::forward_sm90_kernel {
-
-// More than 48 KB of shared memory has to be asked for, once for each kernel and device. `prepared`: a bit for each of the
-// first 64 devices.
-inline cudaError_t allow_shared_memory(const void* kernel, int bytes, std::atomic<uint64_t>& prepared) {
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (prepared.load(std::memory_order_relaxed) & bit) return cudaSuccess;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess) prepared.fetch_or(bit, std::memory_order_relaxed);
-  return error;
-}
 
 template <class Element, class Shape, ScoreWork kScoreWork>
 cudaError_t launch_shape(ForwardParams params, const LaunchSite& site) {
   static_assert(sizeof(SharedMemory<Shape>) <= kMaxSharedBytes);
-  const Problem& problem = params.problem;
-  params.order.heads = problem.batch * problem.q_heads;
-  params.order.row_blocks = (problem.q_len + Shape::kRows - 1) / Shape::kRows;
-  params.order.group = problem.q_heads / problem.kv_heads;
+  params.order = order_work(params.problem, Shape::kRows);
   params.order.band = site.tuning.band;
   params.is_batch_first = site.tuning.is_batch_first;
   params.blocks = static_cast<int>(params.order.heads * params.order.row_blocks);
   if (!make_tensor_maps(params, TileSize{Shape::kRows, Shape::kKeys})) return cudaErrorInvalidValue;
 
-  static std::atomic<uint64_t> prepared{0};
-  const auto kernel = forward<Element, Shape, kScoreWork>;
-  cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), sizeof(SharedMemory<Shape>), prepared);
+  constexpr auto kKernel = forward<Element, Shape, kScoreWork>;
+  cudaError_t error = allow_shared_memory<kKernel>(sizeof(SharedMemory<Shape>));
   if (error != cudaSuccess) return error;
   const int grid = site.tuning.dealing == Dealing::one_each ? params.blocks : std::min(params.blocks, site.sm_count);
   if (site.tuning.dealing == Dealing::drawn && grid < params.blocks) {
@@ -44,7 +27,7 @@ cudaError_t launch_shape(ForwardParams params, const LaunchSite& site) {
     error = cudaMemsetAsync(site.counter, 0, sizeof(int), site.stream);
     if (error != cudaSuccess) return error;
   }
-  kernel<<<grid, Shape::kThreads, sizeof(SharedMemory<Shape>), site.stream>>>(params);
+  kKernel<<<grid, Shape::kThreads, sizeof(SharedMemory<Shape>), site.stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -2,9 +2,9 @@
 #include "forward_sm90_limits.h"
 
 #include <algorithm>
-#include <cstdint>
 
 #include "../launch.h"
+#include "kernel_limits.h"
 
 namespace onnx_attn::forward_sm90_kernel {
 
@@ -53,9 +53,8 @@ namespace onnx_attn::cuda {
 namespace {
 
 constexpr int64_t kMaxHeadSize = 256;
-constexpr int64_t kMinQueries = 64;               // a product has 64 rows
-constexpr int64_t kMaxLength = int64_t{1} << 29;  // positions are 32-bit in the kernel
-constexpr int64_t kMaxBlocks = INT32_MAX / 2;
+constexpr int64_t kMinQueries = 64;                 // a product has 64 rows
+constexpr int64_t kMostRowBlocks = kMaxBlocks / 2;  // numbers that are dealt go beyond those of blocks
 
 // Bulk copies want 16-byte multiples, and strides that lead somewhere. The stride of an axis with one entry is never used.
 bool fits_tensor_map(const Tensor4& tensor, int64_t batch, int64_t heads, int64_t rows) {
@@ -85,11 +84,7 @@ const char* mask_refusal(const Problem& problem) {
 }  // namespace
 
 const char* forward_sm90_refusal(const Problem& problem) {
-  if (problem.dtype != DType::f16 && problem.dtype != DType::bf16) return "Q is neither float16 nor bfloat16";
-  if (problem.v_dtype != problem.dtype) return "V has another type than Q";
-  if (problem.compute != DType::f32) return "softmax in float64 was asked for";
-  if (problem.score_mode != ScoreMode::none) return "a scores output was asked for";
-  if (problem.beams.index) return "the cache is read through a beam index";
+  if (const char* reason = half_forward_refusal(problem)) return reason;
   if (problem.append.active) return "new rows have not been appended yet";
   if (problem.q_bias || problem.k_bias || problem.v_bias) return "there are projection biases";
   if (problem.head_size < 8 || problem.head_size > kMaxHeadSize) return "head_size is not between 8 and 256";
@@ -97,8 +92,7 @@ const char* forward_sm90_refusal(const Problem& problem) {
   if (problem.head_size % 8 != 0 || problem.v_head_size % 8 != 0) return "a head size is not a multiple of 8";
   if (problem.q_len < kMinQueries) return "there are fewer than 64 queries";
   if (problem.kv_len < 1) return "there are no keys";
-  if (problem.q_len > kMaxLength || problem.kv_len > kMaxLength) return "a sequence is longer than 2^29";
-  if (problem.batch * problem.q_heads > kMaxBlocks / ((problem.q_len + kMinQueries - 1) / kMinQueries)) {
+  if (problem.batch * problem.q_heads > kMostRowBlocks / ((problem.q_len + kMinQueries - 1) / kMinQueries)) {
     return "there are more than 2^30 blocks of query rows";
   }
   if (!fits_tensor_map(problem.q, problem.batch, problem.q_heads, problem.q_len)) return "rows of Q are not 16-byte aligned";

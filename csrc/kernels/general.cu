@@ -3,6 +3,7 @@
 
 #include "../launch.h"
 #include "general_scores.cuh"
+#include "grid_size.h"
 
 namespace onnx_attn::general {
 
@@ -213,11 +214,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
       if (!writes) softmax.finish();
     }
   }
-}
-
-int grid_size(int64_t total) {
-  constexpr int64_t kMaxGrid = 2147483647;  // blocks loop beyond this
-  return static_cast<int>(total < kMaxGrid ? total : kMaxGrid);
 }
 
 template <class Shape>

@@ -3,15 +3,13 @@
 
 #include "../device/convert.cuh"
 #include "../launch.h"
+#include "grid_size.h"
 
 namespace onnx_attn::cuda {
 
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxGrid = 2147483647;  // blocks loop beyond this
-
-int grid_size(int64_t blocks) { return static_cast<int>(blocks < kMaxGrid ? blocks : kMaxGrid); }
 
 // Widest access, up to 16 bytes, at which both tensors can be moved: along a last axis that is contiguous in both, with
 // every row on a boundary.

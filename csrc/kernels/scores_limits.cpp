@@ -2,24 +2,11 @@
 #include <cmath>
 
 #include "../launch.h"
+#include "kernel_limits.h"
 #include "scores_sizes.h"
 #include "split_sizes.h"
 
 namespace onnx_attn::cuda {
-
-namespace {
-
-constexpr int64_t kMaxLength = int64_t{1} << 29;  // positions are 32-bit in the kernel
-constexpr int64_t kMaxBlocks = INT32_MAX;
-
-// Rows of 16-bit elements are read 16 bytes at a time. The stride of an axis with one entry is never used.
-bool rows_are_aligned(const Tensor4& tensor, int64_t batch, int64_t heads, int64_t rows) {
-  const auto aligned = [](int64_t extent, int64_t stride) { return extent <= 1 || stride % 8 == 0; };
-  return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0 && aligned(batch, tensor.batch_stride) && aligned(heads, tensor.head_stride) &&
-         aligned(rows, tensor.row_stride);
-}
-
-}  // namespace
 
 const char* scores_refusal(const Problem& problem, const Device& device) {
   if (device.capability < 80) return "the scores kernel needs compute capability 8.0";
@@ -30,8 +17,8 @@ const char* scores_refusal(const Problem& problem, const Device& device) {
     if (problem.head_size > split::kMaxColumns) return "scores of float32 with a head_size above 256 were asked for";
   } else {
     if (problem.head_size % 8 != 0) return "scores of a head_size that is not a multiple of 8 were asked for";
-    if (!rows_are_aligned(problem.q, problem.batch, problem.q_heads, problem.q_len)) return "rows of Q are not 16-byte aligned";
-    if (!rows_are_aligned(problem.k, problem.batch, problem.kv_heads, problem.kv_len)) return "rows of K are not 16-byte aligned";
+    if (!has_aligned_rows(problem.q, problem.batch, problem.q_heads, problem.q_len)) return "rows of Q are not 16-byte aligned";
+    if (!has_aligned_rows(problem.k, problem.batch, problem.kv_heads, problem.kv_len)) return "rows of K are not 16-byte aligned";
     if (problem.k_bias && !problem.append.active) return "K has a projection bias that no append adds";
   }
   if (scores_kernel::block_bytes(problem) > device.max_shared_memory) return "scores of this head_size need more shared memory";

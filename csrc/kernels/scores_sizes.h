@@ -16,9 +16,8 @@ inline constexpr int parts(DType dtype) { return dtype == DType::f32 ? 2 : 1; }
 inline constexpr int row_tiles(DType dtype) { return dtype == DType::f32 ? 1 : 2; }  // of 16 rows, for each warp
 inline constexpr int rows(DType dtype) { return 16 * row_tiles(dtype) * kThreads / 32; }
 inline constexpr int stages(DType dtype) { return dtype == DType::f32 ? 2 : 3; }  // of K in flight
-inline constexpr int element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 // Rows leave by way of shared memory, 16 of each warp at a time, spaced so that writes meet different banks.
-inline constexpr int output_pitch(DType dtype) { return kKeys * element_bytes(dtype) + (dtype == DType::f32 ? 32 : 16); }
+inline constexpr int output_pitch(DType dtype) { return kKeys * float_bytes(dtype) + (dtype == DType::f32 ? 32 : 16); }
 inline constexpr int output_bytes(DType dtype) { return kThreads / 32 * 16 * output_pitch(dtype); }
 inline constexpr int ring_bytes(DType dtype) { return stages(dtype) * parts(dtype) * kKeys * kDepth * 2; }
 // Shared memory of a block without the rows of Q and the mask tile.

@@ -1,0 +1,36 @@
+// kernel_limits.h: what the refusals of several kernels ask alike. Pure, and there without CUDA too.
+#pragma once
+
+#include <cstdint>
+
+#include "../problem.h"
+
+namespace onnx_attn {
+
+inline constexpr int64_t kMaxLength = int64_t{1} << 29;  // positions are 32-bit in the kernels
+inline constexpr int64_t kMaxBlocks = INT32_MAX;         // of a launch
+
+// Rows of 16-bit elements start at multiples of `bytes`. The stride of an axis with one entry is never used.
+inline bool has_aligned_rows(const Tensor4& tensor, int64_t batch, int64_t heads, int64_t rows, int bytes = 16) {
+  const auto aligned = [&](int64_t extent, int64_t stride) { return extent <= 1 || stride % (bytes / 2) == 0; };
+  return reinterpret_cast<uintptr_t>(tensor.data) % bytes == 0 && aligned(batch, tensor.batch_stride) &&
+         aligned(heads, tensor.head_stride) && aligned(rows, tensor.row_stride);
+}
+
+// What no forward kernel does.
+inline const char* forward_refusal(const Problem& problem) {
+  if (problem.compute != DType::f32) return "softmax in float64 was asked for";
+  if (problem.score_mode != ScoreMode::none) return "a scores output was asked for";
+  if (problem.beams.index) return "the cache is read through a beam index";
+  if (problem.q_len > kMaxLength || problem.kv_len > kMaxLength) return "a sequence is longer than 2^29";
+  return nullptr;
+}
+
+// Nor one for 16-bit types.
+inline const char* half_forward_refusal(const Problem& problem) {
+  if (problem.dtype != DType::f16 && problem.dtype != DType::bf16) return "Q is neither float16 nor bfloat16";
+  if (problem.v_dtype != problem.dtype) return "V has another type than Q";
+  return forward_refusal(problem);
+}
+
+}  // namespace onnx_attn
