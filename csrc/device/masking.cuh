@@ -30,6 +30,8 @@ struct MaskTilePlan {
   bool key_padding = false;      // padding is one number for each key, kept in its own row
   float key_padding_filter = 0;  // for keys that are not kept; in score units
   float bias_unit = 1;           // score units in a natural unit
+
+  __host__ __device__ constexpr bool is_empty() const { return format == MaskTileFormat::none && !key_padding; }
 };
 
 // The tile of a mask: kRows x kKeys elements, rows 16 bytes further apart than they are long, which keeps eight rows in
@@ -243,6 +245,14 @@ __device__ __forceinline__ void add_key_padding(Accumulator<kRowTiles, kKeyTiles
       scores.value[i][j][3] += pair.y;
     }
   }
+}
+
+// All that was staged of a tile.
+template <bool kNaturalUnits = false, int kRows, int kKeys, int kRowTiles>
+__device__ __forceinline__ void apply_masks(Accumulator<kRowTiles, kKeys / 8>& scores, const MaskTile<kRows, kKeys>& tile,
+                                            const float* key_padding, const MaskTilePlan& plan, int warp_row) {
+  apply_mask_tile<kNaturalUnits>(scores, tile, plan, warp_row);
+  if (plan.key_padding) add_key_padding(scores, key_padding);
 }
 
 // Excludes keys outside a row's window and keys at or past `key_end`. A select: such a score may be NaN.

@@ -13,8 +13,7 @@ ForwardParams make_params(const Problem& problem, void* workspace) {
   const int64_t head_size = std::max(problem.head_size, problem.v_head_size);
   ForwardParams params;
   params.problem = problem;
-  params.mask_tile = device::plan_mask_tile(problem, 1.0f);
-  params.mask_tile.key_padding_filter = problem.mask.padding.filter;
+  params.mask_tile = device::plan_natural_mask_tile(problem);
   params.k = split::split_tensor(problem, head_size, workspace);
   params.v = split::split_tensor(problem, head_size, static_cast<char*>(workspace) + split::split_bytes(problem, head_size));
   params.scale = static_cast<float>(problem.scale);

@@ -139,7 +139,7 @@ template <class Shape>
 __device__ __forceinline__ void store_output(Output<Shape>& output, const RunningSoftmax<2 * Shape::kRowTiles>& softmax,
                                              const BlockPlan<Shape>& plan, const Problem& problem, int warp_row) {
   const int columns = static_cast<int>(problem.v_head_size);
-  float* y = static_cast<float*>(problem.y.data) + plan.work.batch * problem.y.batch_stride + plan.work.q_head * problem.y.head_stride;
+  float* y = head_rows<float>(problem.y, plan.work.batch, plan.work.q_head);
 #pragma unroll
   for (int r = 0; r < 2 * Shape::kRowTiles; ++r) {
     const int row = plan.work.first_row + warp_row + fragment_row(r);
@@ -197,13 +197,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
       load_rows<Shape>(shared.values, shared.value_factors, plan.v, tile, plan.key_end);
       const MaskTile<Shape::kRows, Shape::kKeys> mask_tile(shared_bytes + sizeof(Shared), plan.mask_tile);
       if (kMayHaveExtras && plan.has_mask_tile) {
-        const Work& work = plan.work;
-        const int first_key = tile * Shape::kKeys;
-        const MaskCorner corner{
-            work.batch, work.q_head, work.first_row, first_key, plan.end_row - work.first_row, plan.key_end - first_key};
-        stage_mask_tile<Shape::kRows, Shape::kKeys, Shape::kThreads>(mask_tile, plan.mask_tile, plan.mask, corner);
-        stage_key_padding<Shape::kKeys>(shared.key_padding, plan.mask_tile, plan.mask.padding, work.batch, first_key);
-        copy_async_commit();
+        stage_masks<Shape>(mask_tile, shared.key_padding, plan.mask_tile, plan.mask, plan, tile * Shape::kKeys);
       }
 
       Scores<Shape> scores;
@@ -215,10 +209,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
       __syncthreads();  // V and the mask are here, and every warp has left K
       if (tile > plan.tiles.begin) load_rows<Shape>(shared.keys, shared.key_factors, plan.k, tile - 1, plan.key_end);
 
-      if (kMayHaveExtras && plan.has_mask_tile) {
-        apply_mask_tile<true>(scores, mask_tile, plan.mask_tile, warp_row);
-        if (plan.mask_tile.key_padding) add_key_padding(scores, shared.key_padding);
-      }
+      if (kMayHaveExtras && plan.has_mask_tile) apply_masks<true>(scores, mask_tile, shared.key_padding, plan.mask_tile, warp_row);
       if (!plan.tiles.is_whole(tile)) {
         exclude_invisible(scores, plan.mask, plan.position, plan.key_end, plan.work.first_row + warp_row, tile * Shape::kKeys);
       }

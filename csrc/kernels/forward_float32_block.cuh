@@ -1,6 +1,7 @@
 // forward_float32_block.cuh: what a thread block of the float32 forward kernel is made of: tile sizes, plan, shared memory, loads.
 #pragma once
 
+#include "../device/block_work.cuh"
 #include "../device/split.cuh"
 #include "forward_float32_params.h"
 
@@ -30,12 +31,7 @@ struct Rows {  // of one head
 
 // In shared memory, where it costs no registers.
 template <class Shape>
-struct BlockPlan {
-  Work work;
-  RowPosition position;
-  TileRange tiles;
-  int key_end;  // one past the last key that any row can see
-  int end_row;
+struct BlockPlan : BlockWork {
   Rows k, v;
   float softcap;
   Mask mask;
@@ -45,17 +41,12 @@ struct BlockPlan {
   __device__ __forceinline__ void copy(const ForwardParams& params) {
     mask = params.problem.mask;
     mask_tile = params.mask_tile;
-    has_mask_tile = mask_tile.format != MaskTileFormat::none || mask_tile.key_padding;
+    has_mask_tile = !mask_tile.is_empty();
     softcap = params.softcap;
   }
   __device__ __forceinline__ void place(const ForwardParams& params) {
     const Problem& problem = params.problem;
-    work = find_work(params.order, problem, Shape::kRows);
-    end_row = static_cast<int>(min(int64_t{work.first_row} + Shape::kRows, problem.q_len));
-    position = row_position(problem.mask, work.batch, problem.q_len, problem.kv_len);
-    const KeyRange visible = visible_keys(problem.mask, position, work.first_row, end_row);
-    tiles = tile_range<Shape::kKeys>(problem.mask, position, visible, work.first_row, end_row);
-    key_end = static_cast<int>(visible.end);
+    BlockWork::place<Shape>(problem, params.order);
     const int64_t row = (work.batch * problem.kv_heads + work.kv_head) * params.k.rows;
     k = {params.k.halves + row * kParts * Shape::kHeadSize, params.k.factors + row};
     v = {params.v.halves + row * kParts * Shape::kHeadSize, params.v.factors + row};
@@ -86,7 +77,7 @@ __device__ __forceinline__ void load_queries(SharedMemory<Shape>& shared, const 
   const Problem& problem = params.problem;
   const Work& work = shared.plan.work;
   const int columns = static_cast<int>(problem.head_size);
-  const float* q = static_cast<const float*>(problem.q.data) + work.batch * problem.q.batch_stride + work.q_head * problem.q.head_stride;
+  const float* q = head_rows<const float>(problem.q, work.batch, work.q_head);
   const float* bias = problem.q_bias ? static_cast<const float*>(problem.q_bias) + work.q_head * problem.head_size : nullptr;
 #pragma unroll 1
   for (int first = warp_row; first < warp_row + Shape::kWarpRows; first += kRowsAtOnce) {

@@ -7,7 +7,7 @@ namespace onnx_attn::forward_float32_kernel {
 // Beside 64 keys a mask tile would not fit on compute capability 8.6.
 template <>
 cudaError_t launch<128>(const ForwardParams& params, cudaStream_t stream) {
-  const bool has_extras = params.mask_tile.format != MaskTileFormat::none || params.mask_tile.key_padding || params.softcap != 0;
+  const bool has_extras = !params.mask_tile.is_empty() || params.softcap != 0;
   return has_extras ? launch_shape<TileShape<128, 1, 32>>(params, stream) : launch_shape<TileShape<128, 1, 64>, false>(params, stream);
 }
 

@@ -189,13 +189,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
       load_keys(shared.values, plan.v, tile);
       const MaskTile<Shape::kRows, Shape::kKeys> mask_tile(shared_bytes + sizeof(Shared), plan.mask_tile);
       if constexpr (kMaskTile) {
-        const Work& work = plan.work;
-        const int first_key = tile * Shape::kKeys;
-        const MaskCorner corner{
-            work.batch, work.q_head, work.first_row, first_key, plan.end_row - work.first_row, plan.key_end - first_key};
-        stage_mask_tile<Shape::kRows, Shape::kKeys, Shape::kThreads>(mask_tile, plan.mask_tile, plan.mask, corner);
-        stage_key_padding<Shape::kKeys>(shared.key_padding, plan.mask_tile, plan.mask.padding, work.batch, first_key);
-        copy_async_commit();
+        stage_masks<Shape>(mask_tile, shared.key_padding, plan.mask_tile, plan.mask, plan, tile * Shape::kKeys);
       }
 
       Scores<Shape> scores;
@@ -207,10 +201,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
       if (tile > plan.tiles.begin) load_keys(shared.keys, plan.k, tile - 1);
 
       transform_scores(scores, plan.transform);
-      if constexpr (kMaskTile) {
-        apply_mask_tile(scores, mask_tile, plan.mask_tile, warp_row);
-        if (plan.mask_tile.key_padding) add_key_padding(scores, shared.key_padding);
-      }
+      if constexpr (kMaskTile) apply_masks(scores, mask_tile, shared.key_padding, plan.mask_tile, warp_row);
       if (kAtEdge && !plan.tiles.is_whole(tile)) {
         exclude_invisible(scores, plan.mask, plan.position, plan.key_end, plan.work.first_row + warp_row, tile * Shape::kKeys);
       }

@@ -1,7 +1,7 @@
 // forward_sm80_block.cuh: what a thread block of the portable forward kernel is made of: tile sizes, plan, shared memory, Q.
 #pragma once
 
-#include "../device/fragment.cuh"
+#include "../device/block_work.cuh"
 #include "forward_sm80_params.h"
 
 namespace onnx_attn::forward_sm80_kernel {
@@ -23,11 +23,6 @@ struct TileShape {
 };
 
 template <class Element>
-__device__ __forceinline__ Element* head_rows(const Tensor4& tensor, int batch, int head) {
-  return static_cast<Element*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride;
-}
-
-template <class Element>
 struct Rows {  // of one head
   const Element* first;
   int64_t stride;
@@ -37,12 +32,7 @@ struct Rows {  // of one head
 // What the threads of a block agree on. It lies in shared memory because registers are full during the main loop: read from
 // parameters, the compiler would keep all of it in registers, and spill the softmax.
 template <class Element, class Shape>
-struct BlockPlan {
-  Work work;
-  RowPosition position;
-  TileRange tiles;
-  int key_end;  // one past the last key that any row can see
-  int end_row;
+struct BlockPlan : BlockWork {
   Rows<Element> k, v;
   Mask mask;
   MaskTilePlan mask_tile;
@@ -55,12 +45,7 @@ struct BlockPlan {
   }
   __device__ __forceinline__ void place(const ForwardParams& params) {
     const Problem& problem = params.problem;
-    work = find_work(params.order, problem, Shape::kRows);
-    end_row = static_cast<int>(min(int64_t{work.first_row} + Shape::kRows, problem.q_len));
-    position = row_position(problem.mask, work.batch, problem.q_len, problem.kv_len);
-    const KeyRange visible = visible_keys(problem.mask, position, work.first_row, end_row);
-    tiles = tile_range<Shape::kKeys>(problem.mask, position, visible, work.first_row, end_row);
-    key_end = static_cast<int>(visible.end);
+    BlockWork::place<Shape>(problem, params.order);
     k = {head_rows<const Element>(problem.k, work.batch, work.kv_head), problem.k.row_stride, static_cast<int>(problem.head_size / 8)};
     v = {head_rows<const Element>(problem.v, work.batch, work.kv_head), problem.v.row_stride, static_cast<int>(problem.v_head_size / 8)};
   }

@@ -25,8 +25,8 @@ cudaError_t launch_shape(ForwardParams params, cudaStream_t stream) {
 
 template <class Element, class PlainShape, class MaskShape>
 cudaError_t launch_either(const ForwardParams& params, cudaStream_t stream) {
-  const bool has_mask_tile = params.mask_tile.format != MaskTileFormat::none || params.mask_tile.key_padding;
-  return has_mask_tile ? launch_shape<Element, MaskShape, true>(params, stream) : launch_shape<Element, PlainShape, false>(params, stream);
+  if (params.mask_tile.is_empty()) return launch_shape<Element, PlainShape, false>(params, stream);
+  return launch_shape<Element, MaskShape, true>(params, stream);
 }
 
 }  // namespace onnx_attn::forward_sm80_kernel

@@ -37,4 +37,11 @@ inline MaskTilePlan plan_mask_tile(const Problem& problem, float bias_unit) {
   return plan;
 }
 
+// For kernels whose scores are what the operator calls scores.
+inline MaskTilePlan plan_natural_mask_tile(const Problem& problem) {
+  MaskTilePlan plan = plan_mask_tile(problem, 1.0f);
+  plan.key_padding_filter = problem.mask.padding.filter;
+  return plan;
+}
+
 }  // namespace onnx_attn::device

@@ -143,10 +143,7 @@ template <class Shape>
 __device__ __forceinline__ void mask_scores(Scores<Shape>& scores, SharedMemory<Shape>& shared, const ScoresParams& params,
                                             const MaskTile<Shape::kRows, kKeys>& mask_tile, int tile, int warp_row) {
   const BlockPlan& plan = shared.plan;
-  if (plan.has_mask_tile) {
-    apply_mask_tile<true>(scores, mask_tile, plan.mask_tile, warp_row);
-    if (plan.mask_tile.key_padding) add_key_padding(scores, shared.key_padding);
-  }
+  if (plan.has_mask_tile) apply_masks<true>(scores, mask_tile, shared.key_padding, plan.mask_tile, warp_row);
   const int first_key = tile * kKeys;
   if (params.adds_causal_bias) add_causal_bias<Shape>(scores, plan, params.problem.mask.right, warp_row, first_key);
   if (!plan.visible.is_whole(tile)) {

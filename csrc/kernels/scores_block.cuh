@@ -70,7 +70,7 @@ struct BlockPlan {
     readable_begin = is_masked ? static_cast<int>(keys.begin) : 0;
     readable_end = static_cast<int>(is_masked ? max(keys.begin, keys.end) : problem.kv_len);
     mask_tile = params.mask_tile;
-    has_mask_tile = is_masked && (mask_tile.format != MaskTileFormat::none || mask_tile.key_padding);
+    has_mask_tile = is_masked && !mask_tile.is_empty();
     needs_statistics = false;
   }
 };

@@ -16,8 +16,7 @@ ScoresParams make_params(const Problem& problem) {
   ScoresParams params;
   params.problem = problem;
   const Mask& mask = problem.mask;
-  params.mask_tile = device::plan_mask_tile(problem, 1.0f);
-  params.mask_tile.key_padding_filter = mask.padding.filter;
+  params.mask_tile = device::plan_natural_mask_tile(problem);
   params.depth_chunks = static_cast<int>(depth_chunks(problem));
   params.scale = static_cast<float>(problem.scale);
   params.softcap = static_cast<float>(problem.softcap);
