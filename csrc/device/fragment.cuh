@@ -1,6 +1,7 @@
 // fragment.cuh: tiles in shared memory, and which lane holds which element of them for mma.sync m16n8k16.
 #pragma once
 
+#include "convert.cuh"
 #include "ptx_sm80.cuh"
 
 namespace onnx_attn::device {
@@ -37,12 +38,32 @@ __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 __device__ __forceinline__ int fragment_row(int lane_row) { return 8 * lane_row + lane_index() / 4; }  // in the warp's rows
 __device__ __forceinline__ int fragment_column() { return 2 * (lane_index() % 4); }                    // the lane's part of a column
 
+// Over the four lanes that share a row.
+__device__ __forceinline__ float max_of_row(float value) {
+  value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
+  return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
+}
+__device__ __forceinline__ float sum_of_row(float value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  return value + __shfl_xor_sync(~0u, value, 2);
+}
+
 template <class Element>
 __device__ __forceinline__ float2 unpack(uint32_t pair) {
   if constexpr (std::is_same_v<Element, __half>)
     return __half22float2(reinterpret_cast<const __half2&>(pair));
   else
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
+// A 16-byte chunk and its bias, each sum rounded once.
+template <class Element>
+__device__ __forceinline__ uint4 add_bias_chunk(uint4 elements, const Element* bias) {
+  const auto add = [&](uint32_t pair, int at) {
+    const float2 x = unpack<Element>(pair);
+    return pack<Element>(x.x + convert<float>(bias[at]), x.y + convert<float>(bias[at + 1]));
+  };
+  return make_uint4(add(elements.x, 0), add(elements.y, 2), add(elements.z, 4), add(elements.w, 6));
 }
 
 // Columns 16 * k ... + 15 of a row tile as the left operand of the next product: the same lanes hold the same elements.

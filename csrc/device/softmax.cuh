@@ -1,6 +1,7 @@
 // softmax.cuh: the running maximum and sum of a softmax that sees its row a tile at a time, in base 2.
 #pragma once
 
+#include "base_2.cuh"
 #include "fragment.cuh"
 
 namespace onnx_attn::device {
@@ -34,8 +35,7 @@ struct RunningSoftmax {
     bool moved = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      tile_max[r] = fmaxf(tile_max[r], __shfl_xor_sync(~0u, tile_max[r], 1));
-      tile_max[r] = fmaxf(tile_max[r], __shfl_xor_sync(~0u, tile_max[r], 2));
+      tile_max[r] = max_of_row(tile_max[r]);
       const float rise = (tile_max[r] - row_max[r]) * unit;  // NaN while the row is empty: it stays
       correction[r] = 1.0f;
       if (rise > kSlack) {
@@ -60,15 +60,11 @@ struct RunningSoftmax {
   // Adds the four lanes of each row. Call once, after the last tile.
   __device__ __forceinline__ void finish() {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
-      row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
-    }
+    for (int r = 0; r < kRows; ++r) row_sum[r] = sum_of_row(row_sum[r]);
   }
   __device__ __forceinline__ bool is_empty(int row) const { return row_sum[row] == 0.0f; }  // a largest score has weight >= 1
   __device__ __forceinline__ float inverse_sum(int row) const { return is_empty(row) ? 0.0f : 1.0f / row_sum[row]; }
   __device__ __forceinline__ float log_sum_exp(int row, float unit) const {  // natural
-    constexpr float kLn2 = 0.6931471805599453f;
     return is_empty(row) ? -INFINITY : (row_max[row] * unit + log2f(row_sum[row])) * kLn2;
   }
 };

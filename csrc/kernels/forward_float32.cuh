@@ -9,8 +9,6 @@
 
 namespace onnx_attn::forward_float32_kernel {
 
-inline constexpr float kLog2e = 1.4426950408889634f;
-
 template <class Shape>
 using Scores = Accumulator<Shape::kRowTiles, Shape::kKeys / 8>;
 template <class Shape>
@@ -92,9 +90,7 @@ __device__ __forceinline__ void accumulate_values(Output<Shape>& output, Scores<
   });
 #pragma unroll
   for (int r = 0; r < 2 * Shape::kRowTiles; ++r) {
-    largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 1));
-    largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 2));
-    factor[r] = split_factor<kLeastField>(largest[r]);
+    factor[r] = split_factor<kLeastField>(max_of_row(largest[r]));
   }
 
   uint32_t weights[kSteps][kParts][Shape::kRowTiles][4];

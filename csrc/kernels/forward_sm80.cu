@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../device/base_2.cuh"
 #include "../launch.h"
 #include "forward_sm80_params.h"
 #include "plan_mask_tile.h"
@@ -12,7 +13,6 @@ namespace forward_sm80_kernel {
 
 namespace {
 
-constexpr double kLog2e = 1.4426950408889634;
 constexpr float kMinUnit = 1e-6f;
 
 ForwardParams make_params(const Problem& problem) {
@@ -23,12 +23,12 @@ ForwardParams make_params(const Problem& problem) {
   const TensorMask& tensor = problem.mask.tensor;
   const bool has_wide_bias =
       problem.mask.padding.kind != Padding::Kind::none || (tensor.kind == TensorMask::Kind::bias && tensor.dtype != DType::f16);
-  const float unit = static_cast<float>(problem.scale * kLog2e);
-  float bias_unit = static_cast<float>(kLog2e);
+  const float unit = static_cast<float>(problem.scale * device::kExactLog2e);
+  float bias_unit = static_cast<float>(device::kExactLog2e);
   if (problem.softcap != 0) {
     params.transform.form = ScoreForm::capped;
-    params.transform.cap = static_cast<float>(problem.softcap * kLog2e);
-    params.transform.cap_in = static_cast<float>(2 * kLog2e * problem.scale / problem.softcap);
+    params.transform.cap = static_cast<float>(problem.softcap * device::kExactLog2e);
+    params.transform.cap_in = static_cast<float>(2 * device::kExactLog2e * problem.scale / problem.softcap);
   } else if (has_wide_bias || !(unit >= kMinUnit && unit <= 1)) {  // 0 included: it would make NaN of excluded scores
     params.transform.form = ScoreForm::scaled;
     params.transform.scale = unit;

@@ -94,9 +94,9 @@ __device__ __forceinline__ void transform_scores(Accumulator<kRowTiles, kKeyTile
   if (transform.form == ScoreForm::scaled) {
     const float scale = transform.scale;
     scores.for_each([&](float& score, int, int) { score *= scale; });
-  } else if (transform.form == ScoreForm::capped) {  // tanh.approx would be off by up to cap / 2000
+  } else if (transform.form == ScoreForm::capped) {
     const float cap = transform.cap, cap_in = transform.cap_in;
-    scores.for_each([&](float& score, int, int) { score = fmaf(-2.0f * cap, reciprocal_fast(1.0f + exp2_fast(score * cap_in)), cap); });
+    scores.for_each([&](float& score, int, int) { score = capped(score, cap_in, cap); });
   }
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../device/base_2.cuh"
 #include "../launch.h"
 #include "forward_sm90_params.h"
 
@@ -12,7 +13,6 @@ namespace onnx_attn::forward_sm90_kernel {
 
 namespace {
 
-constexpr double kLog2e = 1.4426950408889634;
 constexpr float kMinUnit = 1e-6f;
 
 decltype(&cuTensorMapEncodeTiled) find_encoder() {  // in the driver, without linking it
@@ -80,7 +80,7 @@ void set_cap(ScoreTransform& transform, double cap, double slope) {
   constexpr double kSmall = 0.625, kTanh[4] = {0.99999709, -0.33309232, 0.13015459, -0.04002951};
   transform.form = ScoreForm::capped;
   transform.cap = static_cast<float>(cap);
-  transform.exponent = static_cast<float>(2 * kLog2e * slope);
+  transform.exponent = static_cast<float>(2 * device::kExactLog2e * slope);
   double power = cap * slope;
   for (int i = 0; i < 4; ++i, power *= slope * slope) transform.odd[i] = static_cast<float>(kTanh[i] * power);
   transform.small = slope == 0 ? 0 : static_cast<float>(kSmall / std::abs(slope));
@@ -92,9 +92,9 @@ ForwardParams make_params(const Problem& problem) {
   const Mask& mask = problem.mask;
   params.mask = choose_mask_tiles(problem);
 
-  const float raw_unit = static_cast<float>(problem.scale * kLog2e);
+  const float raw_unit = static_cast<float>(problem.scale * device::kExactLog2e);
   ScoreTransform& transform = params.transform;
-  transform.unit = static_cast<float>(kLog2e);
+  transform.unit = static_cast<float>(device::kExactLog2e);
   if (problem.softcap != 0) {
     set_cap(transform, problem.softcap, problem.scale / problem.softcap);
   } else if (mask.tensor.kind == TensorMask::Kind::bias || !(raw_unit >= kMinUnit && raw_unit <= 1)) {  // 0: NaN of excluded scores

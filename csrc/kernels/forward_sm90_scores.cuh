@@ -6,8 +6,6 @@
 
 namespace onnx_attn::forward_sm90_kernel {
 
-inline constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
 template <class Shape>
 using Scores = Accumulator<1, Shape::kKeys / 8>;
 
@@ -44,7 +42,7 @@ struct KeyLimits {
   }
 };
 
-// cap * tanh(score * slope). tanh.approx would be off by up to cap / 2000, and the exact form takes two of the slow functions
+// cap * tanh(score * slope). The exact form takes two of the slow functions
 // for each score; where all of a warp's scores are small, as they usually are, a polynomial is as good and faster. Scores that do
 // not count must not have a say in that, or bits would depend on what lies past the keys. With large heads products take so long
 // that the exact form costs nothing, and registers are scarce.
@@ -61,7 +59,7 @@ __device__ __forceinline__ void cap_scores(Scores<Shape>& scores, const ScoreTra
     });
   } else {
     const float cap = transform.cap, exponent = transform.exponent;
-    scores.for_each([&](float& score, int, int) { score = fmaf(-2.0f * cap, reciprocal_fast(1.0f + exp2_fast(score * exponent)), cap); });
+    scores.for_each([&](float& score, int, int) { score = capped(score, exponent, cap); });
   }
 }
 

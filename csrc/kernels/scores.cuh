@@ -4,6 +4,7 @@
 // in whole lines, and nothing is multiplied where masks alone decide. Weights come from the log-sum-exp of the kernel that made Y.
 #pragma once
 
+#include "../device/base_2.cuh"
 #include "scores_block.cuh"
 #ifdef ONNX_ATTN_WARPGROUPS
 #include "../device/ptx_sm90.cuh"
@@ -11,8 +12,6 @@
 #endif
 
 namespace onnx_attn::scores_kernel {
-
-inline constexpr float kLog2e = 1.4426950408889634f;
 
 template <class Shape>
 using Scores = Accumulator<Shape::kRowTiles, kKeys / 8>;
@@ -115,9 +114,9 @@ __device__ __forceinline__ void scale_scores(Scores<Shape>& scores, const Shared
   if constexpr (Shape::kIsSplit) {
     const float inverse = 1.0f / cap;
     scores.for_each([&](float& score, int, int) { score = cap * tanhf(score * inverse); });
-  } else {  // cap * tanh(score / cap) within 2^-23 of the cap
+  } else {
     const float cap_in = 2 * kLog2e / cap;
-    scores.for_each([&](float& score, int, int) { score = fmaf(-2.0f * cap, reciprocal_fast(1.0f + exp2_fast(score * cap_in)), cap); });
+    scores.for_each([&](float& score, int, int) { score = capped(score, cap_in, cap); });
   }
 }
 
@@ -240,10 +239,8 @@ struct Normalization {
     scores.for_each([&](float score, int row, int) { largest[row] = fmaxf(largest[row], score); });
 #pragma unroll
     for (int r = 0; r < 2 * Shape::kRowTiles; ++r) {
-      largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 1));
-      largest[r] = fmaxf(largest[r], __shfl_xor_sync(~0u, largest[r], 2));
       const float old = base(r);
-      reference[r] = largest[r];
+      reference[r] = max_of_row(largest[r]);
       if (factor[r] != 0.0f) factor[r] *= exp2_fast((old - base(r)) * kLog2e);
     }
     scores.for_each([&](float score, int row, int) { factor[row] += exp2_fast((score - base(row)) * kLog2e); });
@@ -251,9 +248,8 @@ struct Normalization {
   __device__ __forceinline__ void finish_statistics() {
 #pragma unroll
     for (int r = 0; r < 2 * Shape::kRowTiles; ++r) {
-      factor[r] += __shfl_xor_sync(~0u, factor[r], 1);
-      factor[r] += __shfl_xor_sync(~0u, factor[r], 2);
-      factor[r] = factor[r] == 0.0f ? 0.0f : 1.0f / factor[r];
+      const float sum = sum_of_row(factor[r]);
+      factor[r] = sum == 0.0f ? 0.0f : 1.0f / sum;
       reference[r] = base(r);
     }
   }
