@@ -1,4 +1,4 @@
-// fragment.cuh: tiles in shared memory, and which lane holds which element of them for mma.sync m16n8k16.
+// fragment.cuh: tiles in shared memory, which lane holds which element of them for mma.sync m16n8k16, and products of tiles.
 #pragma once
 
 #include "convert.cuh"
@@ -114,6 +114,45 @@ struct BlockReader {
     return row_start + i * 16 * Tile::kPitch + j * 32 / kSpanBytes * kSpanBytes + (static_cast<uint32_t>(j * 32 % kSpanBytes) ^ lane_chunk);
   }
 };
+
+// result[.][column] += left * right for 16 columns. Split numbers (split.cuh) have two parts, high and low, and three products, the
+// smallest first.
+template <class Element, int kParts, int kRowTiles, int kColumnTiles>
+__device__ __forceinline__ void multiply_parts(Accumulator<kRowTiles, kColumnTiles>& result, int column,
+                                               const uint32_t (&left)[kParts][kRowTiles][4], const uint32_t (&right)[kParts][4]) {
+#pragma unroll
+  for (int product = kParts == 1 ? 2 : 0; product < 3; ++product) {
+    const int left_part = product == 0 ? 1 : 0, right_part = product == 1 ? 1 : 0;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      multiply_accumulate<Element>(result.value[i][column], left[left_part][i], right[right_part][0], right[right_part][1]);
+      multiply_accumulate<Element>(result.value[i][column + 1], left[left_part][i], right[right_part][2], right[right_part][3]);
+    }
+  }
+}
+
+// result += left * right^T for rows of both in shared memory, at these addresses; the tiles of a number's parts follow each other.
+template <class Element, int kParts, class LeftTile, class RightTile, int kRowTiles, int kColumnTiles>
+__device__ __forceinline__ void multiply_rows(Accumulator<kRowTiles, kColumnTiles>& result, uint32_t left, uint32_t right) {
+  const BlockReader<LeftTile, BlockOrder::rows_first> left_blocks(left);
+  const BlockReader<RightTile, BlockOrder::columns_first> right_blocks(right);
+#pragma unroll
+  for (int step = 0; step < LeftTile::kChunks / 2; ++step) {
+    uint32_t left_parts[kParts][kRowTiles][4];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) load_matrices(left_parts[part][i], left_blocks(i, step) + part * LeftTile::kBytes);
+    }
+#pragma unroll
+    for (int j = 0; j < kColumnTiles / 2; ++j) {
+      uint32_t right_parts[kParts][4];
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) load_matrices(right_parts[part], right_blocks(j, step) + part * RightTile::kBytes);
+      multiply_parts<Element>(result, 2 * j, left_parts, right_parts);
+    }
+  }
+}
 
 // Starts copying kRows rows of up to kColumns elements into a SwizzledTile, with zeros for rows at or past `rows` and for
 // chunks at or past `chunks`, none of which are read. All kThreads threads call it.

@@ -16,46 +16,6 @@ using Output = Accumulator<Shape::kRowTiles, Shape::kHeadSize / 8>;
 template <class Shape>
 using RowValues = float[2 * Shape::kRowTiles];
 
-// result[.][column] += left * right for 16 columns, the smallest products first.
-template <int kRowTiles, int kColumnTiles>
-__device__ __forceinline__ void multiply_split(Accumulator<kRowTiles, kColumnTiles>& result, int column,
-                                               const uint32_t (&left)[kParts][kRowTiles][4], const uint32_t (&right)[kParts][4]) {
-#pragma unroll
-  for (int product = 0; product < 3; ++product) {
-    const int left_part = product == 0 ? kLow : kHigh, right_part = product == 1 ? kLow : kHigh;
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      multiply_accumulate<__half>(result.value[i][column], left[left_part][i], right[right_part][0], right[right_part][1]);
-      multiply_accumulate<__half>(result.value[i][column + 1], left[left_part][i], right[right_part][2], right[right_part][3]);
-    }
-  }
-}
-
-template <class Shape>
-__device__ __forceinline__ void multiply_keys(Scores<Shape>& scores, SharedMemory<Shape>& shared, int warp_row) {
-  using Shared = SharedMemory<Shape>;
-  using QueryTile = typename Shared::QueryTile;
-  using KeyTile = typename Shared::KeyTile;
-  const BlockReader<QueryTile, BlockOrder::rows_first> query_blocks(shared_address(shared.queries) + warp_row * QueryTile::kPitch);
-  const BlockReader<KeyTile, BlockOrder::columns_first> key_blocks(shared_address(shared.keys));
-#pragma unroll
-  for (int step = 0; step < Shape::kHeadSize / 16; ++step) {
-    uint32_t query[kParts][Shape::kRowTiles][4];
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-      for (int i = 0; i < Shape::kRowTiles; ++i) load_matrices(query[part][i], query_blocks(i, step) + part * QueryTile::kBytes);
-    }
-#pragma unroll
-    for (int j = 0; j < Shape::kKeys / 16; ++j) {
-      uint32_t key[kParts][4];
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) load_matrices(key[part], key_blocks(j, step) + part * KeyTile::kBytes);
-      multiply_split(scores, 2 * j, query, key);
-    }
-  }
-}
-
 // From products of scaled rows to scores before the mask.
 template <class Shape>
 __device__ __forceinline__ void unscale_scores(Scores<Shape>& scores, const SharedMemory<Shape>& shared,
@@ -119,7 +79,7 @@ __device__ __forceinline__ void accumulate_values(Output<Shape>& output, Scores<
       uint32_t value[kParts][4];
 #pragma unroll
       for (int part = 0; part < kParts; ++part) load_matrices_transposed(value[part], value_blocks(step, j) + part * ValueTile::kBytes);
-      multiply_split(sums, 0, weights[step], value);
+      multiply_parts<__half>(sums, 0, weights[step], value);
       if (step == kSteps / 2) __syncwarp();  // ptxas would begin all loads at once, and has no registers for them
     }
     sums.for_each([&](float& sum, int row, int column) {
@@ -198,7 +158,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
 
       Scores<Shape> scores;
       scores.clear();
-      multiply_keys(scores, shared, warp_row);
+      multiply_rows<__half, kParts, typename Shared::QueryTile, typename Shared::KeyTile>(
+          scores, shared_address(shared.queries) + warp_row * Shared::QueryTile::kPitch, shared_address(shared.keys));
       unscale_scores(scores, shared, query_factors, kMayHaveExtras ? plan.softcap : 0.0f);
 
       copy_async_wait<0>();

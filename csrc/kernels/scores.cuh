@@ -44,40 +44,14 @@ __device__ __forceinline__ void multiply_chunk_together(Scores<Shape>& scores, S
 }
 #endif
 
-// Products of the columns in one chunk; of split numbers three, the smallest first.
+// Products of the columns in one chunk.
 template <class Shape>
 __device__ __forceinline__ void multiply_chunk(Scores<Shape>& scores, SharedMemory<Shape>& shared, int chunk, int stage, int warp_row) {
   using QueryTile = typename SharedMemory<Shape>::QueryTile;
   using KeyTile = typename SharedMemory<Shape>::KeyTile;
-  using Operand = typename Shape::Operand;
   constexpr int kParts = Shape::kParts;
   const uint32_t queries = shared_address(shared.queries()) + chunk * kParts * QueryTile::kBytes + warp_row * QueryTile::kPitch;
-  const BlockReader<QueryTile, BlockOrder::rows_first> query_blocks(queries);
-  const BlockReader<KeyTile, BlockOrder::columns_first> key_blocks(shared_address(shared.keys[stage]));
-#pragma unroll
-  for (int step = 0; step < kDepth / 16; ++step) {
-    uint32_t query[kParts][Shape::kRowTiles][4];
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-      for (int i = 0; i < Shape::kRowTiles; ++i) load_matrices(query[part][i], query_blocks(i, step) + part * QueryTile::kBytes);
-    }
-#pragma unroll
-    for (int j = 0; j < kKeys / 16; ++j) {
-      uint32_t key[kParts][4];
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) load_matrices(key[part], key_blocks(j, step) + part * KeyTile::kBytes);
-#pragma unroll
-      for (int product = kParts == 1 ? 2 : 0; product < 3; ++product) {
-        const int query_part = product == 0 ? 1 : 0, key_part = product == 1 ? 1 : 0;
-#pragma unroll
-        for (int i = 0; i < Shape::kRowTiles; ++i) {
-          multiply_accumulate<Operand>(scores.value[i][2 * j], query[query_part][i], key[key_part][0], key[key_part][1]);
-          multiply_accumulate<Operand>(scores.value[i][2 * j + 1], query[query_part][i], key[key_part][2], key[key_part][3]);
-        }
-      }
-    }
-  }
+  multiply_rows<typename Shape::Operand, kParts, QueryTile, KeyTile>(scores, queries, shared_address(shared.keys[stage]));
 }
 
 using KeyFactors = float[kKeys / 8][2];  // of this lane's columns in a tile
