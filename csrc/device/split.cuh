@@ -5,6 +5,7 @@
 // below 2^-39 of the largest. An infinite element becomes NaN.
 #pragma once
 
+#include "../problem.h"
 #include "convert.cuh"
 #include "fragment.cuh"
 
@@ -65,6 +66,24 @@ __device__ __forceinline__ float2 load_pair(const float* row, const float* bias,
   if (column < columns) pair.x = row[column] + (bias ? bias[column] : 0.0f);
   if (column + 1 < columns) pair.y = row[column + 1] + (bias ? bias[column + 1] : 0.0f);
   return pair;
+}
+
+// Splits a warp's rows of Q, kRows of them from `warp_row` of a block on; `q` and `bias` (or null) are the head's. Rows of the block that
+// do not exist become zeros; the block's first and end row are read where they are needed, which spares registers.
+// store(row, column, pair, factor) gets the row of the block.
+template <int kRows, int kPairs, class Store>
+__device__ __forceinline__ void split_queries(const Problem& problem, const float* q, const float* bias, int columns, const int& first_row,
+                                              const int& end_row, int warp_row, Store&& store) {
+  constexpr int kRowsAtOnce = 4;
+#pragma unroll 1
+  for (int first = warp_row; first < warp_row + kRows; first += kRowsAtOnce) {
+    split_rows<kRowsAtOnce, kPairs>(
+        [&](int row, int column) {
+          const int query = first_row + first + row;
+          return query < end_row ? load_pair(q + query * problem.q.row_stride, bias, column, columns) : make_float2(0.0f, 0.0f);
+        },
+        [&](int row, int column, const SplitPair& pair, float factor) { store(first + row, column, pair, factor); });
+  }
 }
 
 }  // namespace onnx_attn::device

@@ -73,26 +73,18 @@ struct SharedMemory {
 template <class Shape>
 __device__ __forceinline__ void load_queries(SharedMemory<Shape>& shared, const ForwardParams& params, int warp_row) {
   using Tile = typename SharedMemory<Shape>::QueryTile;
-  constexpr int kRowsAtOnce = 4;
   const Problem& problem = params.problem;
   const Work& work = shared.plan.work;
   const int columns = static_cast<int>(problem.head_size);
   const float* q = head_rows<const float>(problem.q, work.batch, work.q_head);
   const float* bias = problem.q_bias ? static_cast<const float*>(problem.q_bias) + work.q_head * problem.head_size : nullptr;
-#pragma unroll 1
-  for (int first = warp_row; first < warp_row + Shape::kWarpRows; first += kRowsAtOnce) {
-    split_rows<kRowsAtOnce, Shape::kHeadSize / 64>(
-        [&](int row, int column) {
-          const int query = work.first_row + first + row;
-          return query < shared.plan.end_row ? load_pair(q + query * problem.q.row_stride, bias, column, columns) : make_float2(0.0f, 0.0f);
-        },
-        [&](int row, int column, const SplitPair& pair, float factor) {
-          const uint32_t at = Tile::offset(first + row, column / 8) + column % 8 * 2;
-          *reinterpret_cast<uint32_t*>(shared.queries[kHigh] + at) = pair.high;
-          *reinterpret_cast<uint32_t*>(shared.queries[kLow] + at) = pair.low;
-          if (column == 0) shared.query_factors[first + row] = factor * params.scale;
-        });
-  }
+  split_queries<Shape::kWarpRows, Shape::kHeadSize / 64>(problem, q, bias, columns, work.first_row, shared.plan.end_row, warp_row,
+                                                         [&](int row, int column, const SplitPair& pair, float factor) {
+                                                           const uint32_t at = Tile::offset(row, column / 8) + column % 8 * 2;
+                                                           *reinterpret_cast<uint32_t*>(shared.queries[kHigh] + at) = pair.high;
+                                                           *reinterpret_cast<uint32_t*>(shared.queries[kLow] + at) = pair.low;
+                                                           if (column == 0) shared.query_factors[row] = factor * params.scale;
+                                                         });
 }
 
 // Starts copying a tile of K or V. Rows past the last visible key may hold NaN, and 0 * NaN is NaN: they become zeros.

@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(kThreads, Shape::kBlocksPerMultiprocessor) wri
   __syncthreads();
 
   if constexpr (Shape::kIsSplit) {
-    split_queries<Shape>(shared, params, warp_row);
+    load_split_queries<Shape>(shared, params, warp_row);
   } else {
     copy_queries<Shape>(shared, params);
   }

@@ -93,30 +93,23 @@ struct SharedMemory {
 
 // float32: the warp's own rows, split.
 template <class Shape>
-__device__ __forceinline__ void split_queries(SharedMemory<Shape>& shared, const ScoresParams& params, int warp_row) {
+__device__ __forceinline__ void load_split_queries(SharedMemory<Shape>& shared, const ScoresParams& params, int warp_row) {
   using Tile = typename SharedMemory<Shape>::QueryTile;
   const Problem& problem = params.problem;
   const BlockPlan& plan = shared.plan;
   const int columns = static_cast<int>(problem.head_size);
   const float* q = static_cast<const float*>(problem.q.data) + plan.batch * problem.q.batch_stride + plan.q_head * problem.q.head_stride;
   const float* bias = problem.q_bias ? static_cast<const float*>(problem.q_bias) + plan.q_head * problem.head_size : nullptr;
-#pragma unroll 1
-  for (int first = warp_row; first < warp_row + Shape::kWarpRows; first += 4) {
-    split_rows<4, split::kMaxColumns / 64>(
-        [&](int row, int column) {
-          const int query = plan.first_row + first + row;
-          return query < plan.end_row ? load_pair(q + query * problem.q.row_stride, bias, column, columns) : make_float2(0.0f, 0.0f);
-        },
-        [&](int row, int column, const SplitPair& pair, float factor) {
-          const int chunk = column / kDepth;
-          if (chunk >= params.depth_chunks) return;
-          uint8_t* parts = shared.queries() + chunk * Shape::kParts * Tile::kBytes;
-          const uint32_t at = Tile::offset(first + row, column % kDepth / 8) + column % 8 * 2;
-          *reinterpret_cast<uint32_t*>(parts + at) = pair.high;
-          *reinterpret_cast<uint32_t*>(parts + Tile::kBytes + at) = pair.low;
-          if (column == 0) shared.query_factors[first + row] = factor * params.scale;
-        });
-  }
+  split_queries<Shape::kWarpRows, split::kMaxColumns / 64>(problem, q, bias, columns, plan.first_row, plan.end_row, warp_row,
+                                                           [&](int row, int column, const SplitPair& pair, float factor) {
+                                                             const int chunk = column / kDepth;
+                                                             if (chunk >= params.depth_chunks) return;
+                                                             uint8_t* parts = shared.queries() + chunk * Shape::kParts * Tile::kBytes;
+                                                             const uint32_t at = Tile::offset(row, column % kDepth / 8) + column % 8 * 2;
+                                                             *reinterpret_cast<uint32_t*>(parts + at) = pair.high;
+                                                             *reinterpret_cast<uint32_t*>(parts + Tile::kBytes + at) = pair.low;
+                                                             if (column == 0) shared.query_factors[row] = factor * params.scale;
+                                                           });
 }
 
 // 16-bit types. With a projection bias it is added, rounded once, and the copy is not asynchronous.
