@@ -1,11 +1,12 @@
 // decode_mask.cuh: from the bare products of query rows and 16 keys to the scores that softmax sees, in base 2.
 #pragma once
 
+#include "base_2.cuh"
 #include "decode_tile.cuh"
 
 namespace onnx_attn::decode {
 
-inline constexpr float kLog2e = 1.4426950408889634f;
+using device::kLog2e;
 
 // A block of scores of 16 keys and 8 * kRowEights query rows: scores[n][e] is key lane / 4 + 8 * (e / 2) and row
 // 8 * n + 2 * (lane % 4) + e % 2.
@@ -34,9 +35,9 @@ struct ScoreRule {
   bool is_plain = true;  // no softcap, no tensor mask, no padding: one question instead of five for each block of keys
 
   explicit ScoreRule(const Problem& problem) {
-    constexpr double kLog2e = 1.4426950408889634;
-    unit = static_cast<float>(problem.softcap > 0 ? 2 * kLog2e * problem.scale / problem.softcap : kLog2e * problem.scale);
-    cap = static_cast<float>(problem.softcap * kLog2e);
+    using device::kExactLog2e;
+    unit = static_cast<float>(problem.softcap > 0 ? 2 * kExactLog2e * problem.scale / problem.softcap : kExactLog2e * problem.scale);
+    cap = static_cast<float>(problem.softcap * kExactLog2e);
     filter = to_base_2(problem.mask.padding.filter);
     is_plain =
         !(problem.softcap > 0) && problem.mask.tensor.kind == TensorMask::Kind::none && problem.mask.padding.kind == Padding::Kind::none;

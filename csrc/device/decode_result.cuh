@@ -1,6 +1,7 @@
 // decode_result.cuh: softmax results over part of a row's keys: how they add up, and how the sum becomes an output.
 #pragma once
 
+#include "base_2.cuh"
 #include "decode_work.cuh"
 #include "ptx_decode.cuh"
 
@@ -117,8 +118,7 @@ __device__ __forceinline__ void store_result(const Problem& problem, Element* y,
   const float factor = result.sum == 0.0f ? 0.0f : 1.0f / result.sum;
   *reinterpret_cast<uint2*>(y + column) =
       make_uint2(device::pack<Element>(output.x * factor, output.y * factor), device::pack<Element>(output.z * factor, output.w * factor));
-  constexpr float kLn2 = 0.6931471805599453f;
-  if (problem.lse && column == 0) problem.lse[row] = result.sum == 0.0f ? -INFINITY : (result.max + log2f(result.sum)) * kLn2;
+  if (problem.lse && column == 0) problem.lse[row] = result.sum == 0.0f ? -INFINITY : (result.max + log2f(result.sum)) * device::kLn2;
 }
 
 }  // namespace onnx_attn::decode

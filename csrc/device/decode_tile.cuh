@@ -1,15 +1,15 @@
 // decode_tile.cuh: tiles of keys and values in shared memory, the ring that they pass through, and how they are loaded.
 #pragma once
 
-#include "convert.cuh"
 #include "decode_work.cuh"
+#include "fragment.cuh"
 #include "ptx_decode.cuh"
 
 namespace onnx_attn::decode {
 
+using device::lane_index;
 using device::shared_address;
 
-__device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }  // known to be uniform
 
 // Rows of 16-bit elements in shared memory: panels of 64 columns, each a sequence of 128-byte rows whose eight 16-byte pieces

@@ -1,37 +1,14 @@
-// ptx_decode.cuh: the instructions of the decode kernel beyond ptx_sm80.cuh: barriers in shared memory, dependent launches.
+// ptx_decode.cuh: the instructions of the decode kernel beyond ptx_sm80.cuh and barrier.cuh: transposes, counts, dependent launches.
 #pragma once
 
+#include "barrier.cuh"
 #include "ptx_sm80.cuh"
 
 namespace onnx_attn::device {
 
-// A barrier in shared memory completes a phase when all its arrivals have come. A wait names the parity of the phase that it
-// waits for; on a new barrier, the phase before the first (parity 1) counts as complete.
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(barrier) : "memory");
-}
 // Arrives when all copies that this thread has started with copy_async are complete.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  uint32_t complete;
-  do {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(complete)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-#else
-    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(complete)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-#endif
-  } while (!complete);
 }
 
 // Element (lane / 4, 2 * (lane % 4)) and the next of an 8x8 matrix of 16-bit elements become those of its transpose.
@@ -44,17 +21,6 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
 // Copies `bytes` (0 ... 4) of 4 and writes zeros for the rest; what is not copied is not read.
 __device__ __forceinline__ void copy_async_4(uint32_t target, const void* source, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
-}
-// Waits for every copy that this thread has started.
-__device__ __forceinline__ void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-__device__ __forceinline__ void store_shared_16(uint32_t target, const uint4& value) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
-}
-
-// Some warps of a block meet. 0 is __syncthreads.
-__device__ __forceinline__ void meet(int named_barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(named_barrier), "r"(threads) : "memory");
 }
 
 // Adds 1 to a word in global memory and returns what it was. What the block had stored before its threads met is seen by the block

@@ -22,6 +22,10 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_16(uint32_t target, const uint4& value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements. Lane l names row l % 8 of matrix l / 8, and receives of each the pair of row l / 4,
 // columns 2 * (l % 4); transposed: of column l / 4, rows 2 * (l % 4).
 __device__ __forceinline__ void load_matrices(uint32_t (&fragment)[4], uint32_t address) {

@@ -1,44 +1,21 @@
-// ptx_sm90.cuh: the instructions of the Hopper forward kernel beyond ptx_sm80.cuh: barriers, bulk copies, warpgroup products.
+// ptx_sm90.cuh: the instructions of the Hopper forward kernel beyond ptx_sm80.cuh and barrier.cuh: bulk copies, warpgroup products.
 #pragma once
 
 #include <cuda.h>  // for types
 
+#include "barrier.cuh"
 #include "ptx_sm80.cuh"
 
 namespace onnx_attn::device {
 
-// A barrier in shared memory completes a phase when its arrivals, and the bytes it was told to expect, have all come. A wait
-// names the parity of the phase that it waits for; on a new barrier, the phase before the first (parity 1) counts as complete.
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
+// Arrives, and tells the barrier to expect so many bytes more in its phase.
 __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  uint32_t complete;
-  do {
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(complete)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-  } while (!complete);
-}
 __device__ __forceinline__ void publish_barriers_to_copies() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-// Some warps of a block meet. 0 is __syncthreads.
-__device__ __forceinline__ void meet(int named_barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(named_barrier), "r"(threads) : "memory");
-}
 
 // Orders this thread's ordinary accesses to shared memory before later bulk copies and warpgroup products.
 __device__ __forceinline__ void publish_to_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void store_shared_16(uint32_t target, const uint4& value) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
-}
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 // How long the L2 cache should keep what a bulk load reads.

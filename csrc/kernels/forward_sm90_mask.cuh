@@ -43,14 +43,6 @@ __device__ __forceinline__ float2 load_shared<float2>(uint32_t address) {
   return value;
 }
 
-template <class Element>
-__device__ __forceinline__ float2 unpack(uint32_t pair) {
-  if constexpr (std::is_same_v<Element, __half>)
-    return __half22float2(reinterpret_cast<const __half2&>(pair));
-  else
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-}
-
 // A warp's part of a mask tile. `row`: of the warp, in the block.
 template <class Shape>
 __device__ __forceinline__ void keep_scores(Scores<Shape>& scores, uint32_t tile, bool is_key_row, int row) {
