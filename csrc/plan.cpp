@@ -12,7 +12,8 @@ namespace {
 
 constexpr const char* kNames[kKernels] = {"nothing", "cpu", "decode", "forward_sm90", "forward_sm80", "forward_float32", "general"};
 
-// CUDA kernels, fastest first for the calls that they take.
+// CUDA kernels, fastest first for the calls that they take. Forward kernels multiply tiles of 16 query rows and more: below that decode's
+// packing of grouped heads wastes less, and its split over keys fills the machine.
 constexpr Kernel kCandidates[] = {Kernel::decode, Kernel::forward_sm90, Kernel::forward_sm80, Kernel::forward_float32, Kernel::general};
 
 int64_t align(int64_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -32,8 +33,7 @@ bool needs_own_lse(const Problem& problem, const Plan& plan) {
   return plan.separate_scores && problem.score_mode == ScoreMode::weights && !problem.lse;
 }
 
-// Tensor cores multiply tiles of 16 query rows: below that decode's packing of grouped heads wastes less, and its split over
-// keys fills the machine.
+// Null where the kernel can run the problem.
 const char* refusal(Kernel kernel, const Problem& problem, const Device& device) {
   switch (kernel) {
     case Kernel::decode:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-KEY_TILES = (48, 64, 80, 96, 112, 128, 176)  # columns of Q K^T: keys of a tile
+KEY_TILES = (64, 80, 112, 128)  # columns of Q K^T: keys of a tile
 VALUE_SIZES = (64, 96, 128, 192, 256)  # columns of P V: the value head sizes that are compiled
 
 HEADER = """\

@@ -15,25 +15,6 @@ namespace onnx_attn::device {
 #define ONNX_ATTN_TILES_8(j) ONNX_ATTN_TILES_4(j), ONNX_ATTN_TILES_4(j + 4)
 #define ONNX_ATTN_TILES_16(j) ONNX_ATTN_TILES_8(j), ONNX_ATTN_TILES_8(j + 8)
 
-// d = a * b, or d += a * b to go on; a (Q) and b (K) in shared memory, 48 columns.
-template <class Element>
-__device__ __forceinline__ void multiply_keys(float (&d)[6][4], uint64_t a, uint64_t b, bool go_on) {
-  if constexpr (std::is_same_v<Element, __half>)
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %26, 0; wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
-        "}, %24, %25, p, 1, 1, 0, 0; }"
-        : ONNX_ATTN_TILES_4(0), ONNX_ATTN_TILES_2(4)
-        : "l"(a), "l"(b), "r"(static_cast<int>(go_on)));
-  else
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %26, 0; wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
-        "}, %24, %25, p, 1, 1, 0, 0; }"
-        : ONNX_ATTN_TILES_4(0), ONNX_ATTN_TILES_2(4)
-        : "l"(a), "l"(b), "r"(static_cast<int>(go_on)));
-}
-
 // d = a * b, or d += a * b to go on; a (Q) and b (K) in shared memory, 64 columns.
 template <class Element>
 __device__ __forceinline__ void multiply_keys(float (&d)[8][4], uint64_t a, uint64_t b, bool go_on) {
@@ -73,27 +54,6 @@ __device__ __forceinline__ void multiply_keys(float (&d)[10][4], uint64_t a, uin
         "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39"
         "}, %40, %41, p, 1, 1, 0, 0; }"
         : ONNX_ATTN_TILES_8(0), ONNX_ATTN_TILES_2(8)
-        : "l"(a), "l"(b), "r"(static_cast<int>(go_on)));
-}
-
-// d = a * b, or d += a * b to go on; a (Q) and b (K) in shared memory, 96 columns.
-template <class Element>
-__device__ __forceinline__ void multiply_keys(float (&d)[12][4], uint64_t a, uint64_t b, bool go_on) {
-  if constexpr (std::is_same_v<Element, __half>)
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %50, 0; wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
-        "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-        "}, %48, %49, p, 1, 1, 0, 0; }"
-        : ONNX_ATTN_TILES_8(0), ONNX_ATTN_TILES_4(8)
-        : "l"(a), "l"(b), "r"(static_cast<int>(go_on)));
-  else
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %50, 0; wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
-        "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-        "}, %48, %49, p, 1, 1, 0, 0; }"
-        : ONNX_ATTN_TILES_8(0), ONNX_ATTN_TILES_4(8)
         : "l"(a), "l"(b), "r"(static_cast<int>(go_on)));
 }
 
@@ -140,31 +100,6 @@ __device__ __forceinline__ void multiply_keys(float (&d)[16][4], uint64_t a, uin
         "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
         "}, %64, %65, p, 1, 1, 0, 0; }"
         : ONNX_ATTN_TILES_16(0)
-        : "l"(a), "l"(b), "r"(static_cast<int>(go_on)));
-}
-
-// d = a * b, or d += a * b to go on; a (Q) and b (K) in shared memory, 176 columns.
-template <class Element>
-__device__ __forceinline__ void multiply_keys(float (&d)[22][4], uint64_t a, uint64_t b, bool go_on) {
-  if constexpr (std::is_same_v<Element, __half>)
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %90, 0; wgmma.mma_async.sync.aligned.m64n176k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
-        "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
-        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, "
-        "%74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87"
-        "}, %88, %89, p, 1, 1, 0, 0; }"
-        : ONNX_ATTN_TILES_16(0), ONNX_ATTN_TILES_4(16), ONNX_ATTN_TILES_2(20)
-        : "l"(a), "l"(b), "r"(static_cast<int>(go_on)));
-  else
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, %90, 0; wgmma.mma_async.sync.aligned.m64n176k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, "
-        "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
-        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, "
-        "%74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87"
-        "}, %88, %89, p, 1, 1, 0, 0; }"
-        : ONNX_ATTN_TILES_16(0), ONNX_ATTN_TILES_4(16), ONNX_ATTN_TILES_2(20)
         : "l"(a), "l"(b), "r"(static_cast<int>(go_on)));
 }
 

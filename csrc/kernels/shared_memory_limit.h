@@ -8,6 +8,9 @@
 
 namespace onnx_attn {
 
+// Of a block on compute capability 8.6, 8.9 and 12.0; others have more.
+inline constexpr int kLeastSharedMemory = 99 * 1024;
+
 template <auto kKernel>
 cudaError_t allow_shared_memory(int bytes) {
   static std::atomic<uint64_t> prepared{0};  // a bit for each of the first 64 devices
