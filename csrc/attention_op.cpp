@@ -1,16 +1,26 @@
 // attention_op.cpp: ai.onnx::Attention (opsets 23 to 25): every check, in sentences, once; then a Problem.
-#include "attention_op.h"
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <tuple>
+#include <utility>
 
 #include "forward_only.h"
 
 namespace onnx_attn {
 
 namespace {
+
+struct AttentionAttributes {
+  bool is_causal = false;
+  int64_t q_num_heads = 0;
+  int64_t kv_num_heads = 0;
+  std::optional<double> scale;
+  double softcap = 0.0;
+  std::optional<int64_t> softmax_precision;
+  int64_t left_window_size = -1;
+  int64_t right_window_size = -1;
+};
 
 // ONNX's float attributes are float32, and so is the arithmetic that uses them.
 constexpr double kLargestFloat = std::numeric_limits<float>::max();
@@ -148,80 +158,8 @@ void check_past(const Problem& problem, const Tensor& past, const char* name, co
                   ", ", problem.kv_heads, ", past_len, ", columns, "]");
 }
 
-struct Outputs {  // a Tensor that nobody gives would be allocated, too
-  OptionalTensor Y, present_key, present_value, scores, lse;
-};
-
-struct Request {
-  OptionalTensor past_key, past_value;
-  bool has_past = false;
-  std::optional<int64_t> score_mode;
-  bool has_lse = false;
-};
-
-// Points the Problem at `past ++ new`, written to fresh tensors that become the call's outputs.
-void describe_past(Problem& problem, const Tensor& Q, const Tensor& K, const Tensor& V, Request& request, Outputs& outputs) {
-  ONNX_ATTN_CHECK(request.past_value.has_value(), "past_value: is missing; past_key and past_value must be given together");
-  check_past(problem, *request.past_key, "past_key", K, "K", problem.head_size, Q);
-  check_past(problem, *request.past_value, "past_value", V, "V", problem.v_head_size, Q);
-  const int64_t past_len = request.past_key->size(2);
-  ONNX_ATTN_CHECK(request.past_value->size(2) == past_len, "past_value: has ", request.past_value->size(2), " rows, but past_key has ",
-                  past_len);
-  make_last_axis_unit(*request.past_key);
-  make_last_axis_unit(*request.past_value);
-
-  Append& append = problem.append;
-  append.active = true;
-  append.new_k = view_keys(problem, K);
-  append.new_v = view_values(problem, V);
-  append.new_len = problem.kv_len;
-  append.past_k = view_bhsd(*request.past_key);
-  append.past_v = view_bhsd(*request.past_value);
-  append.past_len = past_len;
-
-  problem.kv_len += past_len;
-  problem.mask.offset = past_len;
-  outputs.present_key = empty_contiguous(Q, type_of(K), {problem.batch, problem.kv_heads, problem.kv_len, problem.head_size});
-  outputs.present_value = empty_contiguous(Q, type_of(V), {problem.batch, problem.kv_heads, problem.kv_len, problem.v_head_size});
-  problem.k = view_bhsd(*outputs.present_key);
-  problem.v = view_bhsd(*outputs.present_value);
-}
-
-Outputs attend(Tensor Q, Tensor K, Tensor V, OptionalTensor attn_mask, const OptionalTensor& nonpad_kv_seqlen, Request request,
-               const AttentionAttributes& attributes) {
-  Problem problem;
-  Outputs outputs;
-  describe_inputs(problem, Q, K, V, attributes);
-  const DeviceScope scope(Q);
-  problem.k = view_keys(problem, K);
-  problem.v = view_values(problem, V);
-  if (request.has_past) {
-    ONNX_ATTN_CHECK(!nonpad_kv_seqlen.has_value(), "nonpad_kv_seqlen: cannot be combined with past_key and past_value");
-    describe_past(problem, Q, K, V, request, outputs);
-  }
-  if (nonpad_kv_seqlen) {
-    check_nonpad(problem, *nonpad_kv_seqlen, Q);
-    describe_lengths(problem, *nonpad_kv_seqlen, 0);
-  }
-  describe_attn_mask(problem, attn_mask, Q);
-  if (request.score_mode) {
-    ONNX_ATTN_CHECK(0 <= *request.score_mode && *request.score_mode <= 3, "qk_matmul_output_mode: is ", *request.score_mode,
-                    "; allowed are 0 (scaled product), 1 (after softcap), 2 (after mask) and 3 (after softmax)");
-    problem.score_mode = static_cast<ScoreMode>(*request.score_mode);
-    outputs.scores = empty_contiguous(Q, type_of(Q), {problem.batch, problem.q_heads, problem.q_len, problem.kv_len});
-    problem.scores = outputs.scores->mutable_data_ptr();
-  }
-  if (request.has_lse) {
-    outputs.lse = empty_contiguous(Q, ScalarType::Float, {problem.batch, problem.q_heads, problem.q_len});
-    problem.lse = static_cast<float*>(outputs.lse->mutable_data_ptr());
-  }
-  outputs.Y = allocate_output(problem, Q);
-  run(problem, Q);
-  return outputs;
-}
-
-}  // namespace
-
+// Fills problem's sizes, dtypes, scale, softcap and window from Q, K, V and the attributes, checking each. Q, K and V are replaced
+// by copies where their last axis is not contiguous; problem.q is set, K and V are left to the caller. kv_len is set to K's rows.
 void describe_inputs(Problem& problem, Tensor& Q, Tensor& K, Tensor& V, const AttentionAttributes& attributes) {
   check_floating(Q, "Q");
   check_floating(K, "K");
@@ -261,10 +199,12 @@ void describe_inputs(Problem& problem, Tensor& Q, Tensor& K, Tensor& V, const At
   problem.q = Q.dim() == 3 ? view_bsh(Q, problem.head_size) : view_bhsd(Q);
 }
 
+// K and V as views of [batch, kv_heads, rows, columns], whatever their rank.
 Tensor4 view_keys(const Problem& problem, const Tensor& K) { return K.dim() == 3 ? view_bsh(K, problem.head_size) : view_bhsd(K); }
 
 Tensor4 view_values(const Problem& problem, const Tensor& V) { return V.dim() == 3 ? view_bsh(V, problem.v_head_size) : view_bhsd(V); }
 
+// Checks attn_mask against [batch, q_heads, q_len, kv_len] and points problem's tensor mask at it. `mask` keeps a converted copy alive.
 void describe_attn_mask(Problem& problem, OptionalTensor& mask, const Tensor& Q) {
   if (!mask) return;
   const ScalarType type = type_of(*mask);
@@ -289,6 +229,7 @@ void describe_attn_mask(Problem& problem, OptionalTensor& mask, const Tensor& Q)
   tensor.batch_stride = broadcast_stride(*mask, 3, problem.batch, "batch entries");
 }
 
+// Y: 3-D like a 3-D Q, else 4-D in Q's axis order. Points problem.y at it.
 Tensor allocate_output(Problem& problem, const Tensor& Q) {
   if (Q.dim() == 3) {
     Tensor Y = empty_contiguous(Q, type_of(Q), {problem.batch, problem.q_len, problem.q_heads * problem.v_head_size});
@@ -300,6 +241,64 @@ Tensor allocate_output(Problem& problem, const Tensor& Q) {
   return Y;
 }
 
+struct Outputs {  // a Tensor that nobody gives would be allocated, too
+  OptionalTensor Y, present_key, present_value, scores, lse;
+};
+
+struct Request {
+  OptionalTensor past_key, past_value;
+  bool has_past = false;
+  std::optional<int64_t> score_mode;
+  bool has_lse = false;
+};
+
+// Points the Problem at `past ++ new`, written to fresh tensors that become the call's outputs.
+void describe_past(Problem& problem, const Tensor& Q, const Tensor& K, const Tensor& V, Request& request, Outputs& outputs) {
+  ONNX_ATTN_CHECK(request.past_value.has_value(), "past_value: is missing; past_key and past_value must be given together");
+  check_past(problem, *request.past_key, "past_key", K, "K", problem.head_size, Q);
+  check_past(problem, *request.past_value, "past_value", V, "V", problem.v_head_size, Q);
+  const int64_t past_len = request.past_key->size(2);
+  ONNX_ATTN_CHECK(request.past_value->size(2) == past_len, "past_value: has ", request.past_value->size(2), " rows, but past_key has ",
+                  past_len);
+  problem.mask.offset = past_len;
+  Present present = append_to_past(problem, *request.past_key, *request.past_value);
+  outputs.present_key = std::move(present.key);
+  outputs.present_value = std::move(present.value);
+}
+
+Outputs attend(Tensor Q, Tensor K, Tensor V, OptionalTensor attn_mask, const OptionalTensor& nonpad_kv_seqlen, Request request,
+               const AttentionAttributes& attributes) {
+  Problem problem;
+  Outputs outputs;
+  describe_inputs(problem, Q, K, V, attributes);
+  const DeviceScope scope(Q);
+  problem.k = view_keys(problem, K);
+  problem.v = view_values(problem, V);
+  if (request.has_past) {
+    ONNX_ATTN_CHECK(!nonpad_kv_seqlen.has_value(), "nonpad_kv_seqlen: cannot be combined with past_key and past_value");
+    describe_past(problem, Q, K, V, request, outputs);
+  }
+  if (nonpad_kv_seqlen) {
+    check_nonpad(problem, *nonpad_kv_seqlen, Q);
+    describe_lengths(problem, *nonpad_kv_seqlen, 0);
+  }
+  describe_attn_mask(problem, attn_mask, Q);
+  if (request.score_mode) {
+    ONNX_ATTN_CHECK(0 <= *request.score_mode && *request.score_mode <= 3, "qk_matmul_output_mode: is ", *request.score_mode,
+                    "; allowed are 0 (scaled product), 1 (after softcap), 2 (after mask) and 3 (after softmax)");
+    problem.score_mode = static_cast<ScoreMode>(*request.score_mode);
+    outputs.scores = empty_contiguous(Q, type_of(Q), {problem.batch, problem.q_heads, problem.q_len, problem.kv_len});
+    problem.scores = outputs.scores->mutable_data_ptr();
+  }
+  if (request.has_lse) {
+    outputs.lse = empty_contiguous(Q, ScalarType::Float, {problem.batch, problem.q_heads, problem.q_len});
+    problem.lse = static_cast<float*>(outputs.lse->mutable_data_ptr());
+  }
+  outputs.Y = allocate_output(problem, Q);
+  run(problem, Q);
+  return outputs;
+}
+
 // ---------------------------------------------------------------------------------------------- overloads
 
 #define ATTRIBUTE_PARAMETERS                                                                              \
@@ -307,8 +306,6 @@ Tensor allocate_output(Problem& problem, const Tensor& Q) {
       std::optional<int64_t> softmax_precision, int64_t left_window_size, int64_t right_window_size
 #define ATTRIBUTES \
   AttentionAttributes { is_causal, q_num_heads, kv_num_heads, scale, softcap, softmax_precision, left_window_size, right_window_size }
-
-namespace {
 
 Tensor attention(const Tensor& Q, const Tensor& K, const Tensor& V, const OptionalTensor& attn_mask, const OptionalTensor& nonpad_kv_seqlen,
                  ATTRIBUTE_PARAMETERS) {
@@ -375,12 +372,10 @@ Tensor attention_cached(Tensor Q, Tensor K, Tensor V, const Tensor& key_cache, c
     }
   }
 
-  Append& append = problem.append;
-  append.active = true;
-  append.new_k = view_keys(problem, K);
-  append.new_v = view_values(problem, V);
-  append.new_len = new_len;
-  append.first_row = Lengths{cache_lengths.const_data_ptr(), dtype_of(cache_lengths), cache_lengths.stride(0), 0};
+  problem.k = view_keys(problem, K);
+  problem.v = view_values(problem, V);
+  start_append(problem);
+  problem.append.first_row = Lengths{cache_lengths.const_data_ptr(), dtype_of(cache_lengths), cache_lengths.stride(0), 0};
   problem.kv_len = capacity;
   problem.k = view_bhsd(key_cache);
   problem.v = view_bhsd(value_cache);

@@ -1,6 +1,7 @@
 // multi_head_attention_op.cpp: com.microsoft::MultiHeadAttention: every check, in sentences, once; then a Problem.
 #include <cmath>
 #include <tuple>
+#include <utility>
 
 #include "forward_only.h"
 
@@ -255,14 +256,6 @@ void check_caches(const Problem& problem, Layout layout, const Tensor& past_key,
                   "; with past_value it must be that of query, ", problem.head_size);
 }
 
-void start_append(Problem& problem) {
-  Append& append = problem.append;
-  append.active = true;
-  append.new_k = problem.k;
-  append.new_v = problem.v;
-  append.new_len = problem.kv_len;
-}
-
 struct Outputs {
   OptionalTensor output, present_key, present_value, qk;
 };
@@ -302,18 +295,9 @@ Outputs attend(Inputs inputs, Request request, const MhaAttributes& attributes) 
   describe_bias(problem, inputs.bias, layout, inputs.query);
   if (request.has_past) {
     check_caches(problem, layout, *request.past_key, request.past_value, inputs.query);
-    make_last_axis_unit(*request.past_key);
-    make_last_axis_unit(*request.past_value);
-    start_append(problem);
-    problem.append.past_k = view_bhsd(*request.past_key);
-    problem.append.past_v = view_bhsd(*request.past_value);
-    problem.append.past_len = request.past_key->size(2);
-    problem.kv_len += problem.append.past_len;
-    const ScalarType type = type_of(inputs.query);
-    outputs.present_key = empty_contiguous(inputs.query, type, {problem.batch, problem.kv_heads, problem.kv_len, problem.head_size});
-    outputs.present_value = empty_contiguous(inputs.query, type, {problem.batch, problem.kv_heads, problem.kv_len, problem.v_head_size});
-    problem.k = view_bhsd(*outputs.present_key);
-    problem.v = view_bhsd(*outputs.present_value);
+    Present present = append_to_past(problem, *request.past_key, *request.past_value);
+    outputs.present_key = std::move(present.key);
+    outputs.present_value = std::move(present.value);
   }
   return finish(problem, inputs, outputs, KeyWidths{problem.kv_len, problem.kv_len}, attributes, request.has_qk);
 }

@@ -164,6 +164,31 @@ static int64_t extent(const Tensor& tensor) {
   return last + 1;
 }
 
+void start_append(Problem& problem) {
+  Append& append = problem.append;
+  append.active = true;
+  append.new_k = problem.k;
+  append.new_v = problem.v;
+  append.new_len = problem.kv_len;
+}
+
+Present append_to_past(Problem& problem, Tensor& past_key, Tensor& past_value) {
+  make_last_axis_unit(past_key);
+  make_last_axis_unit(past_value);
+  start_append(problem);
+  problem.append.past_k = view_bhsd(past_key);
+  problem.append.past_v = view_bhsd(past_value);
+  problem.append.past_len = past_key.size(2);
+  problem.kv_len += problem.append.past_len;
+  const auto make_present = [&](const Tensor& past, int64_t columns) {
+    return empty_contiguous(past, type_of(past), {problem.batch, problem.kv_heads, problem.kv_len, columns});
+  };
+  Present present{make_present(past_key, problem.head_size), make_present(past_value, problem.v_head_size)};
+  problem.k = view_bhsd(present.key);
+  problem.v = view_bhsd(present.value);
+  return present;
+}
+
 void check_writable(const Tensor& tensor, const char* name) {
   for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
     ONNX_ATTN_CHECK(tensor.size(axis) <= 1 || tensor.stride(axis) != 0, name, ": is written in place, but axis ", axis,

@@ -57,6 +57,15 @@ Tensor empty_contiguous(const Tensor& like, ScalarType type, std::initializer_li
 // [batch, heads, rows, columns]; with `rows_outside_heads` stored as [batch, rows, heads, columns].
 Tensor empty_bhsd(const Tensor& like, int64_t batch, int64_t heads, int64_t rows, int64_t columns, bool rows_outside_heads);
 
+// Makes problem's keys and values, which are new rows so far, rows to be appended; the caller says to what.
+void start_append(Problem& problem);
+// Points problem at `past ++ new` in fresh tensors. The pasts, [batch, kv_heads, past_len, size] in the dtypes of K and V, are replaced by
+// copies where their last axis is not contiguous.
+struct Present {
+  Tensor key, value;
+};
+Present append_to_past(Problem& problem, Tensor& past_key, Tensor& past_value);
+
 // Refuses a tensor that is written in place but whose elements share memory (an expanded axis).
 void check_writable(const Tensor& tensor, const char* name);
 // `first` is written in place: nothing else may lie between its first and last element.

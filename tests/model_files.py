@@ -13,7 +13,8 @@ onnx = pytest.importorskip("onnx", minversion="1.23", reason="needs the packages
 pytest.importorskip("onnx_ir", reason="needs the packages onnx, onnxscript and onnx-ir")
 pytest.importorskip("onnxscript", reason="needs the packages onnx, onnxscript and onnx-ir")
 
-from torch_onnx_attn.models.node import INPUTS, OUTPUTS, AttentionNode, find_nodes  # noqa: E402
+from torch_onnx_attn.models.node import AttentionNode, find_nodes  # noqa: E402
+from torch_onnx_attn.onnx.operators import INPUTS, OUTPUTS  # noqa: E402
 
 OPERATORS = {"attention": ("", "Attention"), "mha": ("com.microsoft", "MultiHeadAttention"), "tensor_scatter": ("", "TensorScatter")}
 Arrays = dict[str, Any]

@@ -14,7 +14,7 @@ import pytest
 from model_files import Source, node_of
 
 from torch_onnx_attn.models import judge
-from torch_onnx_attn.models.node import INPUTS
+from torch_onnx_attn.onnx.operators import INPUTS
 
 pytest.importorskip("onnxruntime")
 

@@ -8,29 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..bad_input import BadInput
+from ..onnx.operators import INPUTS, KINDS, OUTPUTS
 from .file import all_graphs
 from .packages import numpy, onnx
 
-__all__ = ["INPUTS", "KINDS", "OUTPUTS", "AttentionNode", "find_node", "find_nodes"]
+__all__ = ["AttentionNode", "find_node", "find_nodes"]
 
-KINDS = {
-    ("", "Attention"): "attention",
-    ("com.microsoft", "MultiHeadAttention"): "mha",
-    ("", "TensorScatter"): "tensor_scatter",
-}
-INPUTS = {
-    "attention": ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen"),
-    "mha": (
-        *("query", "key", "value", "bias", "key_padding_mask", "attention_bias"),
-        *("past_key", "past_value", "past_sequence_length", "cache_indirection"),
-    ),
-    "tensor_scatter": ("past_cache", "update", "write_indices"),
-}
-OUTPUTS = {
-    "attention": ("Y", "present_key", "present_value", "qk_matmul_output"),
-    "mha": ("output", "present_key", "present_value", "qk"),
-    "tensor_scatter": ("present_cache",),
-}
 _MICROSOFT_OPSET = 1  # of com.microsoft: there is no other
 _FLOATS = ("scale", "softcap", "mask_filter_value")  # the attributes that are no whole numbers
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..bad_input import BadInput
 from ..call import Call
+from ..onnx.operators import INPUTS
 from .arrays import to_tensor
 from .file import open_model
-from .node import INPUTS, AttentionNode, find_node, find_nodes
+from .node import AttentionNode, find_node, find_nodes
 
 __all__ = ["Node", "call_of", "load_node"]
 

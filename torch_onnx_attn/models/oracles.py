@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from .node import INPUTS, AttentionNode
+from ..onnx.operators import INPUTS
+from .node import AttentionNode
 from .packages import first_line, numpy, onnx
 from .session import onnxruntime_session, run_session
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..bad_input import BadInput
+from ..onnx.operators import INPUTS, KINDS, OUTPUTS
 from .arrays import to_array
 from .behaviours import closest, crash
 from .facts import facts_of_kinds
 from .file import all_graphs, with_weights
-from .node import INPUTS, KINDS, OUTPUTS, AttentionNode, find_nodes
+from .node import AttentionNode, find_nodes
 from .node_call import call_of
 from .packages import first_line, numpy, onnx
 from .session import onnxruntime_session, run_session

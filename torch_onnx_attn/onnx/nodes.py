@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torch_onnx_attn.onnx.operators import OUTPUTS
 from torch_onnx_attn.onnx.requirements import ExportError
 
 __all__ = ["Translated", "Value", "attention", "float_attribute", "helper", "multi_head_attention", "tensor_scatter"]
@@ -24,12 +25,12 @@ Translated = Any  # one Value, or a tuple of them: as many as the torch op retur
 
 def attention(opset: int, inputs: Sequence[Value | None], attributes: Mapping[str, Any], outputs: Sequence[str]) -> Translated:
     """ai.onnx::Attention. `outputs` names the meant ones, in ONNX's order."""
-    return _node(_operator("Attention", opset, _reach(outputs, _ATTENTION_OUTPUTS)), inputs, attributes, outputs, _ATTENTION_OUTPUTS)
+    return _node(_operator("Attention", opset, _reach(outputs, OUTPUTS["attention"])), inputs, attributes, outputs, OUTPUTS["attention"])
 
 
 def multi_head_attention(inputs: Sequence[Value | None], attributes: Mapping[str, Any], outputs: Sequence[str]) -> Translated:
     """com.microsoft::MultiHeadAttention, version 1."""
-    return _node(_multi_head_attention_operator(_reach(outputs, _MHA_OUTPUTS)), inputs, attributes, outputs, _MHA_OUTPUTS)
+    return _node(_multi_head_attention_operator(_reach(outputs, OUTPUTS["mha"])), inputs, attributes, outputs, OUTPUTS["mha"])
 
 
 def tensor_scatter(opset: int, inputs: Sequence[Value | None], attributes: Mapping[str, Any]) -> Translated:
@@ -48,10 +49,6 @@ def float_attribute(name: str, value: float) -> float:
     if value == value and abs(value) != float("inf") and (abs(stored) == float("inf") or (stored == 0) != (value == 0)):
         raise ExportError(f"{name}={value!r} does not fit ONNX's float attributes, which are float32")
     return float(value)
-
-
-_ATTENTION_OUTPUTS = ("Y", "present_key", "present_value", "qk_matmul_output")
-_MHA_OUTPUTS = ("output", "present_key", "present_value", "qk")
 
 
 def _reach(outputs: Sequence[str], order: Sequence[str]) -> int:
@@ -113,7 +110,7 @@ def _multi_head_attention_operator(outputs: int) -> Any:
         "com.microsoft",
         1,
         inputs=[parameter("query", "T"), *(parameter(name, kind, param_option=optional) for name, kind in inputs)],
-        outputs=[parameter(name, "QK" if name == "qk" else "T") for name in _MHA_OUTPUTS[:outputs]],
+        outputs=[parameter(name, "QK" if name == "qk" else "T") for name in OUTPUTS["mha"][:outputs]],
         type_constraints=[
             ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], ""),
             ("QK", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], ""),

@@ -11,24 +11,10 @@ from typing import Any
 import torch
 
 from torch_onnx_attn.bad_input import BadInput
+from torch_onnx_attn.onnx.operators import INPUTS, KINDS, OUTPUTS
 from torch_onnx_attn.onnx.requirements import Need, need, require_packages
 
 __all__ = ["ExportReport", "NodeReport", "report"]
-
-_KINDS = {("", "Attention"): "attention", ("com.microsoft", "MultiHeadAttention"): "mha", ("", "TensorScatter"): "tensor_scatter"}
-_INPUTS = {
-    "attention": ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen"),
-    "mha": (
-        *("query", "key", "value", "bias", "key_padding_mask", "attention_bias"),
-        *("past_key", "past_value", "past_sequence_length", "cache_indirection"),
-    ),
-    "tensor_scatter": ("past_cache", "update", "write_indices"),
-}
-_OUTPUTS = {
-    "attention": ("Y", "present_key", "present_value", "qk_matmul_output"),
-    "mha": ("output", "present_key", "present_value", "qk"),
-    "tensor_scatter": ("present_cache",),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +103,7 @@ def report(model: torch.onnx.ONNXProgram | str | os.PathLike[str]) -> ExportRepo
     opset = graph.opset_imports.get("")
     nodes, others = [], Counter[str]()
     for node in _all_nodes(graph_model):
-        kind = _KINDS.get((node.domain, node.op_type))
+        kind = KINDS.get((node.domain, node.op_type))
         if kind is None:
             others[node.op_type if node.domain == "" else f"{node.domain}::{node.op_type}"] += 1
         else:
@@ -156,8 +142,8 @@ def _all_nodes(model: Any) -> Iterator[Any]:
 
 
 def _describe(node: Any, kind: str, opset: int | None) -> NodeReport:
-    inputs = {name: value for name, value in zip(_INPUTS[kind], node.inputs, strict=False) if value is not None}
-    outputs = tuple(name for name, value in zip(_OUTPUTS[kind], node.outputs, strict=False) if value.name)
+    inputs = {name: value for name, value in zip(INPUTS[kind], node.inputs, strict=False) if value is not None}
+    outputs = tuple(name for name, value in zip(OUTPUTS[kind], node.outputs, strict=False) if value.name)
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     return NodeReport(
         name=node.name or node.outputs[0].name,
