@@ -1,6 +1,7 @@
 // decode_tile.cuh: tiles of keys and values in shared memory, the ring that they pass through, and how they are loaded.
 #pragma once
 
+#include "convert.cuh"
 #include "decode_work.cuh"
 #include "fragment.cuh"
 #include "ptx_decode.cuh"

@@ -1,7 +1,6 @@
 // fragment.cuh: tiles in shared memory, which lane holds which element of them for mma.sync m16n8k16, and products of tiles.
 #pragma once
 
-#include "convert.cuh"
 #include "ptx_sm80.cuh"
 
 namespace onnx_attn::device {
@@ -54,16 +53,6 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
     return __half22float2(reinterpret_cast<const __half2&>(pair));
   else
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-}
-
-// A 16-byte chunk and its bias, each sum rounded once.
-template <class Element>
-__device__ __forceinline__ uint4 add_bias_chunk(uint4 elements, const Element* bias) {
-  const auto add = [&](uint32_t pair, int at) {
-    const float2 x = unpack<Element>(pair);
-    return pack<Element>(x.x + convert<float>(bias[at]), x.y + convert<float>(bias[at + 1]));
-  };
-  return make_uint4(add(elements.x, 0), add(elements.y, 2), add(elements.z, 4), add(elements.w, 6));
 }
 
 // Columns 16 * k ... + 15 of a row tile as the left operand of the next product: the same lanes hold the same elements.

@@ -86,7 +86,13 @@ __device__ __forceinline__ void load_queries(SharedMemory<Element, Shape>& share
     const int row = index / Tile::kChunks, chunk = index % Tile::kChunks;
     uint4 sum = make_uint4(0, 0, 0, 0);
     if (row < rows && chunk < chunks) {
-      sum = add_bias_chunk(*reinterpret_cast<const uint4*>(q + row * problem.q.row_stride + chunk * 8), bias + chunk * 8);
+      const uint4 query = *reinterpret_cast<const uint4*>(q + row * problem.q.row_stride + chunk * 8);
+      const Element* b = bias + chunk * 8;
+      const auto add = [&](uint32_t pair, int at) {
+        const float2 x = unpack<Element>(pair);
+        return pack<Element>(x.x + convert<float>(b[at]), x.y + convert<float>(b[at + 1]));
+      };
+      sum = make_uint4(add(query.x, 0), add(query.y, 2), add(query.z, 4), add(query.w, 6));
     }
     *reinterpret_cast<uint4*>(shared.queries + Tile::offset(row, chunk)) = sum;
   }

@@ -126,7 +126,8 @@ __device__ __forceinline__ int64_t key_row(const Problem& problem, const Work& w
 // Bias of a projection that is added as rows are read: row `head` of [heads, columns], from column `first`. Null: none.
 __device__ __forceinline__ const void* bias_row(const void* bias, DType dtype, int64_t head, int64_t columns, int64_t first) {
   if (!bias) return nullptr;
-  return static_cast<const char*>(bias) + (head * columns + first) * float_bytes(dtype);
+  const int64_t size = float_bytes(dtype);
+  return static_cast<const char*>(bias) + (head * columns + first) * size;
 }
 
 // scores = Q K^T for the keys from key_begin on; keys outside `readable` count as rows of zeros.

@@ -139,12 +139,20 @@ __device__ __forceinline__ void copy_queries(SharedMemory<Shape>& shared, const 
 #pragma unroll 1
   for (int index = threadIdx.x; index < Shape::kRows * row_chunks; index += kThreads) {
     const int row = index / row_chunks, chunk = index % row_chunks;
-    uint4 sum = make_uint4(0, 0, 0, 0);
+    uint32_t sums[4] = {};
     if (row < rows && chunk < chunks) {
-      sum = add_bias_chunk(*reinterpret_cast<const uint4*>(q + row * problem.q.row_stride + chunk * 8), bias + chunk * 8);
+      const uint4 query = *reinterpret_cast<const uint4*>(q + row * problem.q.row_stride + chunk * 8);
+      const uint32_t pairs[4] = {query.x, query.y, query.z, query.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 x = unpack<Element>(pairs[i]);
+        const Element* b = bias + chunk * 8 + 2 * i;
+        sums[i] = pack<Element>(x.x + convert<float>(b[0]), x.y + convert<float>(b[1]));
+      }
     }
     uint8_t* tile = shared.queries() + chunk / Tile::kChunks * Tile::kBytes;
-    *reinterpret_cast<uint4*>(tile + Tile::offset(Shape::stored_row(row), chunk % Tile::kChunks)) = sum;
+    *reinterpret_cast<uint4*>(tile + Tile::offset(Shape::stored_row(row), chunk % Tile::kChunks)) =
+        make_uint4(sums[0], sums[1], sums[2], sums[3]);
   }
 }
 
