@@ -46,12 +46,6 @@ int query_device(int index, Device* device) {
   return cudaSuccess;
 }
 
-int query_current_device(Device* device) {
-  int index = 0;
-  const cudaError_t error = cudaGetDevice(&index);
-  return error == cudaSuccess ? query_device(index, device) : error;
-}
-
 const char* error_text(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
 }  // namespace onnx_attn::cuda

@@ -34,32 +34,30 @@ ScoresParams make_params(const Problem& problem) {
 }
 
 template <class Shape>
-cudaError_t launch(const ScoresParams& params, cudaStream_t stream) {
+cudaError_t launch(const ScoresParams& params, const Device& device, cudaStream_t stream) {
   static_assert(sizeof(SharedMemory<Shape>) <= fixed_bytes(Shape::kType), "scores_refusal knows the size");
   const int64_t blocks = params.problem.batch * params.problem.q_heads * params.row_blocks * params.spans;
   const int bytes = static_cast<int>(sizeof(SharedMemory<Shape>) + query_bytes(params.problem)) +
                     device::MaskTile<Shape::kRows, kKeys>::bytes(params.mask_tile);
-  Device device;
-  int error = cuda::query_current_device(&device);
-  if (error == cudaSuccess) error = allow_shared_memory<write_scores<Shape>>(static_cast<int>(device.max_shared_memory));
-  if (error != cudaSuccess) return static_cast<cudaError_t>(error);
+  const cudaError_t error = allow_shared_memory<write_scores<Shape>>(static_cast<int>(device.max_shared_memory));
+  if (error != cudaSuccess) return error;
   write_scores<Shape><<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(params);
   return cudaGetLastError();
 }
 
 template <bool kUsesWarpgroups>
-cudaError_t run(const Problem& problem, void* workspace, cudaStream_t stream) {
+cudaError_t run(const Problem& problem, const Device& device, void* workspace, cudaStream_t stream) {
   ScoresParams params = make_params(problem);
   if (params.problem.batch * params.problem.q_heads * params.row_blocks * params.spans == 0) return cudaSuccess;
-  if (problem.dtype == DType::f16) return launch<Shape<__half, kUsesWarpgroups>>(params, stream);
-  if (problem.dtype == DType::bf16) return launch<Shape<__nv_bfloat16, kUsesWarpgroups>>(params, stream);
+  if (problem.dtype == DType::f16) return launch<Shape<__half, kUsesWarpgroups>>(params, device, stream);
+  if (problem.dtype == DType::bf16) return launch<Shape<__nv_bfloat16, kUsesWarpgroups>>(params, device, stream);
   if (problem.dtype != DType::f32) return cudaErrorInvalidValue;  // scores_refusal was not asked
   Problem read = problem;
   // The first two modes show the product with whatever lies past the length.
   if (problem.score_mode == ScoreMode::raw || problem.score_mode == ScoreMode::capped) read.mask.lengths = Lengths{};
   params.split_k = split::split_tensor(problem, problem.head_size, workspace);
   const cudaError_t error = split::split_keys(read, params.split_k, stream);
-  return error == cudaSuccess ? launch<Shape<float, kUsesWarpgroups>>(params, stream) : error;
+  return error == cudaSuccess ? launch<Shape<float, kUsesWarpgroups>>(params, device, stream) : error;
 }
 
 }  // namespace

@@ -5,8 +5,8 @@
 
 namespace onnx_attn::cuda {
 
-int scores_sm90(const Problem& problem, void* workspace, void* stream) {
-  return scores_kernel::run<true>(problem, workspace, static_cast<cudaStream_t>(stream));
+int scores_sm90(const Problem& problem, const Device& device, void* workspace, void* stream) {
+  return scores_kernel::run<true>(problem, device, workspace, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace onnx_attn::cuda
