@@ -133,7 +133,7 @@ struct RowTile {
         if (!(max > row_limit[n][r])) continue;
         const float factor = row_limit[n][r] == -INFINITY ? 0.0f : device::exp2_fast(row_base[n][r] - max);
         row_base[n][r] = max;
-        row_limit[n][r] = max + kHeadroom;
+        row_limit[n][r] = __fadd_rd(max, kHeadroom);  // to nearest it would be max + 16 where floats are 16 apart, and 2^16 is no float16
         row_sum[n][r] *= factor;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {

@@ -12,6 +12,9 @@ namespace onnx_attn::device {
 template <int kRows>
 struct RunningSoftmax {
   static constexpr float kSlack = 8.0f;
+  // Weights of a row share the rounding error of its reference. Up to here it is 2^-11, less than a 16-bit weight's own; at 2^28 the
+  // weights would leave the range of float16, at 2^31 that of float.
+  static constexpr float kFar = 16384.0f;
 
   float row_max[kRows];  // in scores; the one that the reference was made from. -inf: no allowed key yet
   float row_sum[kRows];  // of this lane's columns until finish()
@@ -48,8 +51,30 @@ struct RunningSoftmax {
     return __any_sync(~0u, moved);
   }
 
-  // What weight() subtracts. Zero for an empty row, so that its -inf scores get weight 0 and not NaN.
+  // Zero for an empty row, so that its -inf scores get weight 0 and not NaN.
   __device__ __forceinline__ float reference(int row, float unit) const { return row_max[row] == -INFINITY ? 0.0f : row_max[row] * unit; }
+
+  // What weight() subtracts. Scores of a row far from 0 become differences first, exact where they matter, and its reference 0.
+  template <int kColumnTiles>
+  __device__ __forceinline__ void find_references(Accumulator<kRows / 2, kColumnTiles>& scores, float unit,
+                                                  float (&references)[kRows]) const {
+    bool has_far = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      references[r] = reference(r, unit);
+      has_far |= fabsf(references[r]) > kFar;
+    }
+    if (__any_sync(~0u, has_far)) {
+      float base[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const bool is_far = fabsf(references[r]) > kFar;
+        base[r] = is_far ? row_max[r] : 0.0f;
+        references[r] = is_far ? 0.0f : references[r];
+      }
+      scores.for_each([&](float& score, int row, int) { score -= base[row]; });
+    }
+  }
 
   __device__ __forceinline__ float weight(float score, int row, float unit, float reference) {
     const float weight = exp2_fast(fmaf(score, unit, -reference));

@@ -18,8 +18,7 @@ constexpr float kMinUnit = 1e-6f;
 ForwardParams make_params(const Problem& problem) {
   ForwardParams params;
   params.problem = problem;
-  // With a unit other than 1 the weights of a row share a rounding error of maximum * unit. It cancels in the quotient, but
-  // where a wide bias lowers a whole row to -1e9 or less it is of several binary orders, or out of range.
+  // In raw scores a wide bias may be out of range, and with a unit of 1 the rows that it lowers to -1e9 are no slower than others.
   const TensorMask& tensor = problem.mask.tensor;
   const bool has_wide_bias =
       problem.mask.padding.kind != Padding::Kind::none || (tensor.kind == TensorMask::Kind::bias && tensor.dtype != DType::f16);

@@ -62,8 +62,7 @@ __device__ __forceinline__ void accumulate_values(Output<Shape>& output, Scores<
                                                   SharedMemory<Element, Shape>& shared) {
   const BlockReader<typename SharedMemory<Element, Shape>::KeyTile, BlockOrder::rows_first> value_blocks(shared_address(shared.values));
   float reference[2 * Shape::kRowTiles];
-#pragma unroll
-  for (int r = 0; r < 2 * Shape::kRowTiles; ++r) reference[r] = softmax.reference(r, unit);
+  softmax.find_references(scores, unit, reference);
 #pragma unroll
   for (int step = 0; step < Shape::kKeys / 16; ++step) {
     uint32_t weights[Shape::kRowTiles][4];

@@ -171,7 +171,9 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
       mask.apply(scores, block, row, tile_key);
       if (is_edge) KeyLimits(block, row, tile_key).template replace_others<Shape>(scores, -INFINITY);
       must_correct = softmax.advance(scores, unit, correction);
-      weigh_scores<kScoreWork == ScoreWork::bias || kScoreWork == ScoreWork::masks, Shape>(scores, softmax, unit);
+      float reference[2];
+      softmax.find_references(scores, unit, reference);
+      scores.for_each([&](float& score, int row, int) { score = softmax.weight(score, row, unit, reference[row]); });
     };
     // Scores of a tile are computed, and become weights, while the tile before is added to the output.
     const auto visit = [&](int tile, auto is_edge) __attribute__((always_inline)) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 
 #include "forward_sm90.cuh"
 #include "shared_memory_limit.h"
@@ -45,9 +44,7 @@ inline ScoreWork score_work(const ForwardParams& params) {
     return ScoreWork::bias;
   }
   const bool keeps = mask.kind == TensorMask::Kind::none || (mask.kind == TensorMask::Kind::keep && has_tiles);
-  // A row of nothing but padding stays near 0 with the usual filter of -10000.
-  const bool is_near = padding == Padding::Kind::none || std::abs(params.transform.filter * params.transform.unit) <= kFarReference;
-  return keeps && padding != Padding::Kind::keep && form == ScoreForm::raw && is_near ? ScoreWork::keep : ScoreWork::masks;
+  return keeps && padding != Padding::Kind::keep && form == ScoreForm::raw ? ScoreWork::keep : ScoreWork::masks;
 }
 
 // Problems that ask for a small tile do everything with MaskShape.

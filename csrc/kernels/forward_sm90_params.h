@@ -14,10 +14,6 @@ namespace onnx_attn::forward_sm90_kernel {
 // the unit carries the scale; the others are brought to natural units.
 enum class ScoreForm : int8_t { raw, capped, scaled };
 
-// A row's weights are 2^(score * unit - reference), and share the rounding error of the reference: beyond this it would be more than
-// 2^-8. See weigh_scores.
-inline constexpr float kFarReference = 65536.0f;
-
 struct ScoreTransform {
   ScoreForm form = ScoreForm::raw;
   float unit = 1;   // > 0

@@ -63,21 +63,4 @@ __device__ __forceinline__ void cap_scores(Scores<Shape>& scores, const ScoreTra
   }
 }
 
-// Scores become weights. kMayBeFar: a bias or a filter may have brought a whole row so far from 0 that the rounding of its reference
-// decides all weights, or overflows. For such a row the difference is taken first, which is exact where scores matter.
-template <bool kMayBeFar, class Shape>
-__device__ __forceinline__ void weigh_scores(Scores<Shape>& scores, RunningSoftmax<2>& softmax, float unit) {
-  float reference[2] = {softmax.reference(0, unit), softmax.reference(1, unit)};
-  if constexpr (kMayBeFar) {
-    const bool is_far[2] = {fabsf(reference[0]) > kFarReference, fabsf(reference[1]) > kFarReference};
-    if (__any_sync(~0u, is_far[0] || is_far[1])) {
-      const float base[2] = {is_far[0] ? softmax.row_max[0] : 0.0f, is_far[1] ? softmax.row_max[1] : 0.0f};
-      scores.for_each([&](float& score, int row, int) { score -= base[row]; });
-#pragma unroll
-      for (int row = 0; row < 2; ++row) reference[row] = is_far[row] ? 0.0f : reference[row];
-    }
-  }
-  scores.for_each([&](float& score, int row, int) { score = softmax.weight(score, row, unit, reference[row]); });
-}
-
 }  // namespace onnx_attn::forward_sm90_kernel
