@@ -1,12 +1,17 @@
 """The two ways of a call past autograd: plain tensors skip its keys, and where Python or a transform looks on, only the op is seen."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._higher_order_ops.cond import cond_op
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_onnx_attn
@@ -111,6 +116,23 @@ def test_torch_func_grad(device: str) -> None:
     torch.testing.assert_close(gradient, attend(Q).sum())
     with pytest.raises(RuntimeError):
         torch.func.grad(lambda x: attend(x).sum())(Q)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("way", ["plain", "cond", "vmap", "functionalize", "subclass"])
+def test_the_python_dispatcher(way: str, grad: bool, device: str) -> None:
+    """Tracers switch it on. It gives each kernel the keyset of a call that begins: the op and its twin must not call each other forever."""
+
+    def branches(x: Tensor) -> Tensor:
+        return cond_op(torch.tensor(True), lambda y: (attend(y),), lambda y: (attend(y) + 1,), (x,))[0]  # type: ignore[no-any-return]
+
+    call = {"cond": branches, "vmap": torch.func.vmap(attend, 1, 1), "functionalize": torch.func.functionalize(attend)}.get(way, attend)
+    with torch.set_grad_enabled(grad), FakeTensorMode(allow_non_fake_inputs=True) if way != "subclass" else contextlib.nullcontext():
+        Q = queries(device) if way != "subclass" else TwoTensor(queries(device), queries(device))
+        if way == "vmap":
+            Q = Q[:, None].expand(2, 3, 2, 4, 8)
+        with enable_python_dispatcher():
+            assert call(Q).shape == Q.shape
 
 
 def test_negated_views_are_read_as_they_are(device: str) -> None:

@@ -131,7 +131,9 @@ def twin_of(op: Any) -> Any:
 
 def _pass_to(op: Any) -> Callable[..., Any]:
     redispatch = op._handle.redispatch_boxed
-    return lambda keyset, *args, **kwargs: redispatch(keyset, *args, **kwargs)
+    # Under torch's Python dispatcher the keyset is that of a call that begins, and would lead to the twin again.
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
+    return lambda keyset, *args, **kwargs: redispatch(keyset & below, *args, **kwargs)
 
 
 def _pass_to_twin(twin: Any) -> Callable[..., Any]:
