@@ -53,17 +53,13 @@ struct Partial {
   }
 };
 
-// The result of a row is that of its chunks added up in eights, and then the eights. The combine kernel can read the eights
-// side by side, and a block that has all chunks of a row comes to the same bits.
-inline constexpr int kChunksTogether = 8;
-
-// Results of chunks, indexed by row of [batch, q_heads, q_len], then by chunk.
+// Results of chunks, indexed by row of [batch, q_heads, q_len], then by chunk; or of runs of eight, by run.
 struct Partials {
   float4* outputs = nullptr;  // [rows, chunks, v_head_size / 4]
   float2* stats = nullptr;    // [rows, chunks]: max and sum
 
-  // Eight of them from `first` on, or `count` if that is less. Other multiprocessors have stored them: not from the L1 cache.
-  __device__ __forceinline__ Partial sum_of(int64_t first, int count, int quads, int column) const {
+  // Adds eight of them from `first` on, or `count` if that is less. Other multiprocessors have stored them: not from the L1 cache.
+  __device__ __forceinline__ void add_to(Partial& result, int64_t first, int count, int quads, int column) const {
     float2 stat[kChunksTogether];
     float4 output[kChunksTogether];
 #pragma unroll
@@ -71,24 +67,26 @@ struct Partials {
       stat[i] = i < count ? __ldcg(stats + first + i) : make_float2(-INFINITY, 0.0f);
       output[i] = i < count ? __ldcg(outputs + (first + i) * quads + column / 4) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
-    Partial result;
 #pragma unroll
     for (int i = 0; i < kChunksTogether; ++i) result.add(stat[i].x, stat[i].y, output[i]);
-    return result;
   }
 };
 
+// The result of a row is that of its chunks added up in eights, and then the eights. The combine kernel can read the eights side by
+// side, and a block that has all chunks of an eight, or of a row, comes to the same bits.
 template <bool kIsNeeded>
 struct RowSum {
   Partial row, eight;
 
-  __device__ __forceinline__ void add_chunk(int ordinal, const Partial& chunk) {
-    if (ordinal == 0) row = eight = Partial();
+  // Chunk `ordinal` of a line, of which chunks `first` on are added up here: from a multiple of eight.
+  __device__ __forceinline__ void add_chunk(int ordinal, int first, const Partial& chunk) {
+    if (ordinal == first) row = eight = Partial();
     eight.add(chunk);
     if (ordinal % kChunksTogether == kChunksTogether - 1) add_eight();
   }
-  __device__ __forceinline__ const Partial& finish(int chunks) {
-    if (chunks % kChunksTogether != 0) add_eight();
+  // After the chunk `ordinal`.
+  __device__ __forceinline__ const Partial& finish(int ordinal) {
+    if (ordinal % kChunksTogether != kChunksTogether - 1) add_eight();
     return row;
   }
 

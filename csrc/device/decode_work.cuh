@@ -32,6 +32,7 @@ struct Unit {
   int chunk;         // counted from key 0
   int ordinal;       // counted from the first chunk of the batch entry
   int entry_chunks;  // of its batch entry: a unit that is the only one writes the final result
+  bool ends_run;     // the last chunk that the block takes of the line
   bool is_first;     // among the units of its (batch entry, kv head): this one stores appended rows
   int begin, end;    // visible keys of the chunk
 };
@@ -72,15 +73,16 @@ __host__ __device__ inline bool is_counted(const Problem& problem) {
   return problem.mask.lengths.data != nullptr && problem.batch <= kMaxScannedBatch;
 }
 
-// The units of one block: every gridDim.x-th, or with whole lines all chunks of every gridDim.x-th line.
+// The units of one block: the chunks of every gridDim.x-th run.
 struct UnitWalk {
-  int index, total;
-  int run;    // units that a block takes in sequence
-  int heads;  // kv heads times row blocks
+  int index, total;  // runs
+  int run;           // chunks of a run
+  int in_run;        // chunks of it that have been taken
+  int heads;         // kv heads times row blocks
   int batch;
   int uniform_chunks;  // of every entry; 0: the table knows
 
-  __device__ __forceinline__ void start(const Problem& problem, const Partition& cut, const UnitTable& table, bool whole_lines) {
+  __device__ __forceinline__ void start(const Problem& problem, const Partition& cut, const UnitTable& table, Run kind) {
     heads = static_cast<int>(problem.kv_heads) * cut.row_blocks;
     batch = 0;
     uniform_chunks = 0;
@@ -90,26 +92,31 @@ struct UnitWalk {
       uniform_chunks = problem.mask.lengths.data ? cut.chunks : entry_keys(problem, cut.chunk_shift, 0).chunks;
       total = static_cast<int>(problem.batch) * heads * uniform_chunks;
     }
-    run = whole_lines ? uniform_chunks : 1;
-    index = blockIdx.x * run;
+    run = kind == Run::line ? uniform_chunks : kind == Run::eight ? kChunksTogether : 1;
+    if (run > 1) total = static_cast<int>(problem.batch) * heads * line_runs();  // without lengths
+    index = blockIdx.x;
+    in_run = 0;
   }
 
   // False when there is none left.
   __device__ __forceinline__ bool next(const Problem& problem, const Partition& cut, const UnitTable& table, Unit& unit) {
     while (index < total) {
-      const int current = index;
-      if (++index % run == 0) index += (gridDim.x - 1) * run;
-      int ordinal;  // among the units of the entry
+      int ordinal;  // among the runs of the entry
       if (uniform_chunks > 0) {
-        batch = current / (heads * uniform_chunks);
-        ordinal = current - batch * heads * uniform_chunks;
+        batch = index / (heads * line_runs());
+        ordinal = index - batch * heads * line_runs();
       } else {
-        while (current >= table.first_unit[batch + 1]) ++batch;
-        ordinal = current - table.first_unit[batch];
+        while (index >= table.first_unit[batch + 1]) ++batch;
+        ordinal = index - table.first_unit[batch];
       }
       const EntryKeys keys = entry_keys(problem, cut.chunk_shift, batch);
-      const int head_chunks = uniform_chunks > 0 ? uniform_chunks : keys.chunks;
-      const int head = ordinal / head_chunks, chunk = ordinal - head * head_chunks;
+      const int head_runs = uniform_chunks > 0 ? line_runs() : keys.chunks;
+      const int head = ordinal / head_runs, chunk = (ordinal - head * head_runs) * run + in_run;
+      unit.ends_run = ++in_run == run || chunk + 1 >= keys.chunks;
+      if (unit.ends_run) {
+        in_run = 0;
+        index += gridDim.x;
+      }
       if (chunk >= keys.chunks) continue;
 
       unit.batch = batch;
@@ -126,6 +133,9 @@ struct UnitWalk {
     }
     return false;
   }
+
+ private:
+  __device__ __forceinline__ int line_runs() const { return (uniform_chunks + run - 1) / run; }
 };
 
 }  // namespace onnx_attn::decode

@@ -102,7 +102,7 @@ cudaError_t launch_kernel(const void* kernel, int64_t blocks, int threads, int64
 
 cudaError_t launch(const Problem& problem, const Tuning& tuning, const Device& device, void* workspace, cudaStream_t stream) {
   const Partition cut = partition(problem, tuning);
-  Job job{problem, ScoreRule(problem), cut, tuning.whole_lines, mask_layout(problem, cut), tuning.stages, copies_past(problem), {}};
+  Job job{problem, ScoreRule(problem), cut, tuning.run, mask_layout(problem, cut), tuning.stages, copies_past(problem), {}};
   const int64_t rows = problem.batch * problem.q_heads * problem.q_len;
   job.partials.outputs = static_cast<float4*>(workspace);
   job.partials.stats = reinterpret_cast<float2*>(job.partials.outputs + rows * job.cut.chunks * (problem.v_head_size / 4));
@@ -111,14 +111,17 @@ cudaError_t launch(const Problem& problem, const Tuning& tuning, const Device& d
   cudaError_t error = allow_shared_memory(kernel, device);
   if (error != cudaSuccess) return error;
   const int64_t lines = problem.batch * problem.kv_heads * cut.row_blocks;
-  const bool has_parts = cut.chunks > 1 && !tuning.whole_lines;
+  const auto count_runs = [&](Run run) {
+    return run == Run::line ? lines : lines * (run == Run::one ? cut.chunks : (cut.chunks + kChunksTogether - 1) / kChunksTogether);
+  };
+  const bool has_parts = cut.chunks > 1 && job.run != Run::line;
   // Counting parts waits for all that the multiprocessor has on the way, 2 us and more while it loads: only for blocks at their end.
-  if (has_parts && lines * cut.chunks <= device.sm_count) {
+  if (has_parts && count_runs(job.run) <= device.sm_count) {
     static CountPool pool;
     if (error = pool.take(lines, stream, &job.part_counts); error != cudaSuccess) return error;
   }
-  const int64_t units = tuning.whole_lines ? lines : lines * cut.chunks;
-  const int64_t blocks = std::min<int64_t>(units, device.sm_count);
+  if (job.run == Run::eight && !job.part_counts) job.run = Run::one;  // the combine kernel knows chunks only
+  const int64_t blocks = std::min<int64_t>(count_runs(job.run), device.sm_count);
   void* arguments[] = {&job};
   error = launch_kernel(kernel, blocks, kBlockThreads, shared_bytes(problem, tuning), arguments, device, stream);
   if (error != cudaSuccess || !has_parts || job.part_counts) return error;

@@ -24,7 +24,7 @@ __device__ __forceinline__ void compute_units(const Job& job, const SharedMemory
   const int first_key = role.group_in_team() * 16, key_step = 16 << job.cut.team_shift;  // in a tile
   RowTile<Element, kHeadSize, kRowEights> rows;
   BlockMask<kRowEights> mask(job.problem, job.rule, job.masks);
-  RowSum<RowTile<Element, kHeadSize, kRowEights>::kMayTakeLines> sum;
+  RowSum<RowTile<Element, kHeadSize, kRowEights>::kMayAddUp> sum;
   RingPlace place, slot;
 
   for (;; slot.advance(kUnitSlots)) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void compute_units(const Job& job, const SharedMemory
       merge_and_store(job, unit, role, shared, rows, held, sum);
       const int own_stage = held.of(role.team, job.cut.teams);
       if (own_stage >= 0) arrive_as_warp(control.ring.empty[own_stage]);
-      if (job.part_counts && unit.entry_chunks > 1) add_up_if_last<Element>(job, unit, role, control);
+      if (job.part_counts && unit.ends_run && unit.entry_chunks > chunks_alone(job.run)) add_up_if_last<Element>(job, unit, role, control);
     } else {
       store_nothing<Element>(job, unit, role, sum);
     }

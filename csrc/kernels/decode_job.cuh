@@ -10,7 +10,7 @@ struct Job {
   Problem problem;
   ScoreRule rule;
   Partition cut;
-  bool whole_lines = false;
+  Run run = Run::one;
   MaskLayout masks;
   int stages = 0;
   bool copies_past = false;
@@ -75,7 +75,7 @@ template <class Body>
 __device__ __forceinline__ void for_each_unit(const Job& job, const UnitTable& table, Body&& body) {
   UnitWalk walk;
   Unit unit;
-  walk.start(job.problem, job.cut, table, job.whole_lines);
+  walk.start(job.problem, job.cut, table, job.run);
   while (walk.next(job.problem, job.cut, table, unit)) body(unit);
 }
 

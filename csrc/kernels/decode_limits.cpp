@@ -46,10 +46,10 @@ StagedMask stage_mask(int rows, int keys, DType dtype) {
 // Chunks hold 256 KB of keys and values, which lets one short sequence occupy the device, or 512 KB where there are more than 2 MB of
 // them for each head: every end of a chunk costs the computing warps a microsecond (one sequence of 8192 keys and 8 heads: 13.5 us
 // instead of 14.7). Up to 16 query rows, a chunk has at least 32 keys for each, so that writing and reading its partial results is
-// at most 1/16 of reading the keys. At most 64 chunks, which the combine kernel reads in one pass; a single one where two would do,
+// at most 1/16 of reading the keys. At most 128 chunks; a single one where two would do,
 // since that saves adding up. (H200, 2026-11)
 int choose_chunk_keys(const Problem& problem) {
-  constexpr int64_t kMaxChunks = 64, kKeysPerRow = 32, kMaxRows = 16;
+  constexpr int64_t kMaxChunks = 128, kKeysPerRow = 32, kMaxRows = 16;
   const int64_t rows = problem.q_heads / problem.kv_heads * problem.q_len;
   int64_t keys = 65536 / compiled_head_size(problem);
   if (problem.kv_len > 8 * keys) keys *= 2;
@@ -65,10 +65,16 @@ double occupancy(int64_t units, int64_t workers) {
 }
 
 // Blocks take whole lines where there are enough of them to occupy the device evenly: with parts that others have to add up, a step
-// of 32 sequences of 4096 keys took 11 us more (H200, 2026-11). With lengths, chunks share the work out better.
-bool can_take_whole_lines(const Problem& problem, const Partition& cut, const Device& device) {
-  return cut.chunks > 1 && !problem.mask.lengths.data && may_take_whole_lines(cut.rows, compiled_head_size(problem)) &&
-         device.sm_count > 0 && occupancy(problem.batch * problem.kv_heads * cut.row_blocks, device.sm_count) >= 0.88;
+// of 32 sequences of 4096 keys took 11 us more (H200, 2026-11). Else runs of eight, where every block then has one. With lengths, single
+// chunks share the work out better.
+Run choose_run(const Problem& problem, const Partition& cut, const Device& device) {
+  constexpr double kEnough = 0.88;
+  if (cut.chunks == 1 || device.sm_count == 0 || problem.mask.lengths.data || !may_add_up_runs(cut.rows, compiled_head_size(problem))) {
+    return Run::one;
+  }
+  const int64_t lines = problem.batch * problem.kv_heads * cut.row_blocks, eights = lines * ceil_div(cut.chunks, kChunksTogether);
+  if (occupancy(lines, device.sm_count) >= kEnough) return Run::line;
+  return eights <= device.sm_count && occupancy(eights, device.sm_count) >= kEnough ? Run::eight : Run::one;
 }
 
 // The kernel stores the past rows of tiles that it reads: all tiles must be read, then, and what is read must be the present.
@@ -152,13 +158,13 @@ Tuning choose_tuning(const Problem& problem, const Device& device) {
   tuning.chunk_keys = choose_chunk_keys(problem);
   tuning.stages = kMaxStages;
   while (tuning.stages > 1 && shared_bytes(problem, tuning) > device.max_shared_memory) --tuning.stages;
-  tuning.whole_lines = can_take_whole_lines(problem, partition(problem, tuning), device);
+  tuning.run = choose_run(problem, partition(problem, tuning), device);
   return tuning;
 }
 
 int64_t workspace_bytes(const Problem& problem, const Tuning& tuning) {
   const Partition cut = partition(problem, tuning);
-  if (cut.chunks == 1 || tuning.whole_lines) return 0;
+  if (cut.chunks == 1 || tuning.run == Run::line) return 0;
   const int64_t results = problem.batch * problem.kv_heads * cut.rows * cut.chunks;
   return results * (problem.v_head_size + 2) * static_cast<int64_t>(sizeof(float));
 }

@@ -30,11 +30,14 @@ struct Partition {
   ONNX_ATTN_HOST_DEVICE int block_rows() const { return row_tiles * tile_rows; }
 };
 
-// A line is all chunks of one (batch entry, kv head, row block).
+// A line is all chunks of one (batch entry, kv head, row block). A block takes runs of chunks of a line, and adds up a run itself: one
+// chunk, as many as add up before they join the rest, or the whole line. This has no part in the bits.
+inline constexpr int kChunksTogether = 8;
+enum class Run : int8_t { one, eight, line };
 struct Tuning {
-  int chunk_keys = 0;        // a power of two
-  int stages = 0;            // of the ring of key and value tiles in shared memory
-  bool whole_lines = false;  // a block takes all chunks of a line; else chunks are dealt out. Has no part in the bits
+  int chunk_keys = 0;  // a power of two
+  int stages = 0;      // of the ring of key and value tiles in shared memory
+  Run run = Run::one;
 };
 
 // Mask elements that come with a tile, row after row. Masks whose keys are not neighbours are not staged.
@@ -53,8 +56,8 @@ int compiled_head_size(const Problem& problem);  // 64, 128 or 256; smaller head
 constexpr int tile_keys(int compiled_head_size) { return 8192 / compiled_head_size; }  // 16 KB of K
 bool copies_past(const Problem& problem);  // the past rows are stored to `present` as they are read
 
-// A thread of a block keeps four columns of one row of the whole lines that the block takes; with 256 columns it has no registers left.
-constexpr bool may_take_whole_lines(int rows, int compiled_head_size) {
+// A thread of a block keeps four columns of one row of the run that the block adds up; with 256 columns it has no registers left.
+constexpr bool may_add_up_runs(int rows, int compiled_head_size) {
   return compiled_head_size < 256 && rows * compiled_head_size <= 4 * 32 * kComputingWarps;
 }
 

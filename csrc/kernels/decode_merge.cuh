@@ -32,33 +32,39 @@ struct HeldStages {
 };
 
 // A unit's result for four columns of a row: an output, or a part of one that will be added up, here or by the combine kernel.
-template <class Element, bool kMayTakeLines>
+template <class Element, bool kMayAddUp>
 __device__ __forceinline__ void store_unit_result(const Job& job, const Unit& unit, int row, int column, const Partial& result,
-                                                  RowSum<kMayTakeLines>& sum) {
+                                                  RowSum<kMayAddUp>& sum) {
   const int result_row = (unit.batch * static_cast<int>(job.problem.kv_heads) + unit.kv_head) * job.cut.rows + row;
   if (unit.entry_chunks == 1) {
     store_result(job.problem, output_row<Element>(job.problem, result_row), result_row, column, result);
     return;
   }
-  if constexpr (kMayTakeLines) {
-    if (job.whole_lines) {
-      sum.add_chunk(unit.ordinal, result);
-      if (unit.ordinal < unit.entry_chunks - 1) return;
-      store_result(job.problem, output_row<Element>(job.problem, result_row), result_row, column, sum.finish(unit.entry_chunks));
-      return;
+  Partial part = result;
+  int slot = unit.chunk;
+  if constexpr (kMayAddUp) {
+    if (job.run != Run::one) {
+      sum.add_chunk(unit.ordinal, job.run == Run::line ? 0 : unit.ordinal / kChunksTogether * kChunksTogether, result);
+      if (!unit.ends_run) return;
+      part = sum.finish(unit.ordinal);
+      if (job.run == Run::line || unit.entry_chunks <= kChunksTogether) {
+        store_result(job.problem, output_row<Element>(job.problem, result_row), result_row, column, part);
+        return;
+      }
+      slot = unit.chunk - unit.ordinal + unit.ordinal / kChunksTogether;
     }
   }
-  const int64_t index = int64_t{result_row} * job.cut.chunks + unit.chunk;
-  job.partials.outputs[(index * job.problem.v_head_size + column) / 4] = result.output;
-  if (column == 0) job.partials.stats[index] = make_float2(result.max, result.sum);
+  const int64_t index = int64_t{result_row} * job.cut.chunks + slot;
+  job.partials.outputs[(index * job.problem.v_head_size + column) / 4] = part.output;
+  if (column == 0) job.partials.stats[index] = make_float2(part.max, part.sum);
 }
 
 // Adds up what the key groups have found, in their order, and stores it. A warp leaves its output in the stage that its team
 // holds, which has room for one row tile or more.
-template <class Element, int kHeadSize, int kRowEights, bool kMayTakeLines>
+template <class Element, int kHeadSize, int kRowEights, bool kMayAddUp>
 __device__ __forceinline__ void merge_and_store(const Job& job, const Unit& unit, const Role& role, const SharedMemory<kHeadSize>& shared,
                                                 RowTile<Element, kHeadSize, kRowEights>& rows, const HeldStages& held,
-                                                RowSum<kMayTakeLines>& sum) {
+                                                RowSum<kMayAddUp>& sum) {
   constexpr int kTileRows = 8 * kRowEights, kQuads = kHeadSize / 4;  // of columns
   static_assert(Stage<kHeadSize>::kKeys / 16 * kTileRows * kHeadSize * 4 <= Stage<kHeadSize>::kBytes, "a stage has room for a team");
   Control& control = *shared.control;
@@ -132,12 +138,16 @@ __device__ __forceinline__ void merge_and_store(const Job& job, const Unit& unit
   }
 }
 
+// As many chunks make no part of which others would have to know.
+__device__ __forceinline__ int chunks_alone(Run run) { return run == Run::one ? 1 : kChunksTogether; }
+
 // The block that has stored the last part of a line adds them all up.
 template <class Element>
 __device__ __forceinline__ void add_up_if_last(const Job& job, const Unit& unit, const Role& role, Control& control) {
+  const int parts = job.run == Run::one ? unit.entry_chunks : (unit.entry_chunks + kChunksTogether - 1) / kChunksTogether;
   if (threadIdx.x == 0) control.parts_before = device::count_on_device(job.part_counts + unit.line);
   role.meet();
-  if (control.parts_before < unit.entry_chunks - 1) return;
+  if (control.parts_before < parts - 1) return;
   if (threadIdx.x == 0) job.part_counts[unit.line] = 0;
   const int quads = static_cast<int>(job.problem.v_head_size) / 4, block_rows = role.cut.block_rows();
   const int first_row = unit.row_block * block_rows, rows = min(block_rows, job.cut.rows - first_row);
@@ -146,16 +156,23 @@ __device__ __forceinline__ void add_up_if_last(const Job& job, const Unit& unit,
     const int row = (unit.batch * static_cast<int>(job.problem.kv_heads) + unit.kv_head) * job.cut.rows + first_row + index / quads;
     const int64_t first_part = int64_t{row} * job.cut.chunks + unit.chunk - unit.ordinal;
     Partial result;
-    for (int first = 0; first < unit.entry_chunks; first += kChunksTogether) {
-      result.add(job.partials.sum_of(first_part + first, unit.entry_chunks - first, quads, column));
+    for (int first = 0; first < parts; first += kChunksTogether) {
+      Partial sum;
+      if (job.run != Run::one) sum = result;
+      job.partials.add_to(sum, first_part + first, parts - first, quads, column);
+      if (job.run == Run::one) {
+        result.add(sum);
+      } else {
+        result = sum;
+      }
     }
     store_result(job.problem, output_row<Element>(job.problem, row), row, column, result);
   }
 }
 
 // The rows of a unit without keys.
-template <class Element, bool kMayTakeLines>
-__device__ __forceinline__ void store_nothing(const Job& job, const Unit& unit, const Role& role, RowSum<kMayTakeLines>& sum) {
+template <class Element, bool kMayAddUp>
+__device__ __forceinline__ void store_nothing(const Job& job, const Unit& unit, const Role& role, RowSum<kMayAddUp>& sum) {
   const int quads = static_cast<int>(job.problem.v_head_size) / 4, block_rows = role.cut.block_rows();
   const int first_row = unit.row_block * block_rows, rows = min(block_rows, job.cut.rows - first_row);
   for (int index = threadIdx.x; index < rows * quads; index += 32 * kComputingWarps) {
