@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   for (int first = 0; first < keys.chunks; first += groups * kChunksTogether) {
     const int own = first + group * kChunksTogether;
     Partial eight;
-    job.partials.add_to(eight, first_result + own, has_column ? keys.chunks - own : 0, quads, column);
+    job.partials.add_to(eight, first_result + own, 1, has_column ? keys.chunks - own : 0, 0, quads, column);
     if (groups == 1) {
       result.add(eight);
       continue;

@@ -1,7 +1,6 @@
 // decode_limits.cpp: what the decode kernel takes and how it cuts a problem up. No CUDA: the planner of a CPU build asks too.
 #include "decode_limits.h"
 
-#include "../key_range.h"
 #include "../launch.h"
 
 namespace onnx_attn::decode {
@@ -59,24 +58,6 @@ int choose_chunk_keys(const Problem& problem) {
   return static_cast<int>(keys);
 }
 
-// The share of the device's multiprocessors that have work, when `units` equal ones are dealt out to `workers` in turn.
-double occupancy(int64_t units, int64_t workers) {
-  return static_cast<double>(units) / static_cast<double>(ceil_div(units, workers) * workers);
-}
-
-// Blocks take whole lines where there are enough of them to occupy the device evenly: with parts that others have to add up, a step
-// of 32 sequences of 4096 keys took 11 us more (H200, 2026-11). Else runs of eight, where every block then has one. With lengths, single
-// chunks share the work out better.
-Run choose_run(const Problem& problem, const Partition& cut, const Device& device) {
-  constexpr double kEnough = 0.88;
-  if (cut.chunks == 1 || device.sm_count == 0 || problem.mask.lengths.data || !may_add_up_runs(cut.rows, compiled_head_size(problem))) {
-    return Run::one;
-  }
-  const int64_t lines = problem.batch * problem.kv_heads * cut.row_blocks, eights = lines * ceil_div(cut.chunks, kChunksTogether);
-  if (occupancy(lines, device.sm_count) >= kEnough) return Run::line;
-  return eights <= device.sm_count && occupancy(eights, device.sm_count) >= kEnough ? Run::eight : Run::one;
-}
-
 // The kernel stores the past rows of tiles that it reads: all tiles must be read, then, and what is read must be the present.
 const char* append_refusal(const Problem& problem) {
   constexpr int64_t kMaxNewRows = 64;
@@ -125,6 +106,22 @@ Partition partition(const Problem& problem, const Tuning& tuning) {
   return cut;
 }
 
+Shares share_out(const Problem& problem, const Partition& cut, const Tuning& tuning) {
+  const bool has_lengths = problem.mask.lengths.data != nullptr;
+  const int line = has_lengths ? cut.chunks : entry_keys(problem, cut.chunk_shift, 0).chunks;
+  Shares shares;
+  shares.chunks = problem.batch * problem.kv_heads * cut.row_blocks * line;
+  if (has_lengths) {
+    shares.blocks = static_cast<int>(shares.chunks < tuning.blocks ? shares.chunks : tuning.blocks);
+  } else {
+    shares.quota = choose_quota(static_cast<int>(shares.chunks), line, tuning.blocks);
+    shares.blocks = static_cast<int>(ceil_div(shares.chunks, shares.quota));
+  }
+  const bool takes_whole_lines = shares.quota % line == 0 && shares.quota > 0;
+  shares.makes_parts = cut.chunks > 1 && !(takes_whole_lines && may_add_up(cut.rows, compiled_head_size(problem)));
+  return shares;
+}
+
 MaskLayout mask_layout(const Problem& problem, const Partition& cut) {
   const TensorMask& tensor = problem.mask.tensor;
   const Padding& padding = problem.mask.padding;
@@ -158,13 +155,13 @@ Tuning choose_tuning(const Problem& problem, const Device& device) {
   tuning.chunk_keys = choose_chunk_keys(problem);
   tuning.stages = kMaxStages;
   while (tuning.stages > 1 && shared_bytes(problem, tuning) > device.max_shared_memory) --tuning.stages;
-  tuning.run = choose_run(problem, partition(problem, tuning), device);
+  if (device.sm_count > 0) tuning.blocks = device.sm_count;
   return tuning;
 }
 
 int64_t workspace_bytes(const Problem& problem, const Tuning& tuning) {
   const Partition cut = partition(problem, tuning);
-  if (cut.chunks == 1 || tuning.run == Run::line) return 0;
+  if (!share_out(problem, cut, tuning).makes_parts) return 0;
   const int64_t results = problem.batch * problem.kv_heads * cut.rows * cut.chunks;
   return results * (problem.v_head_size + 2) * static_cast<int64_t>(sizeof(float));
 }
