@@ -45,6 +45,12 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
 __device__ __forceinline__ void copy_async_4(uint32_t target, const void* source, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
 }
+// Has `bytes`, a multiple of 16, brought to the L2 cache. Whoever writes there meanwhile does so in that cache: it stays true.
+__device__ __forceinline__ void prefetch_to_l2(const void* source, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+#endif
+}
 // Waits for every copy that this thread has started.
 __device__ __forceinline__ void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

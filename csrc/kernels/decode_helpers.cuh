@@ -8,7 +8,18 @@ namespace onnx_attn::decode {
 // Arrivals of a loader at a stage's full barrier: one for what the warp has stored, and one of each lane for its copies.
 inline constexpr int kLoaderArrivals = 1 + 32;
 
-// The loaders fill the ring, as far ahead as it goes.
+// Has keys from the unit's first to `end`, or their values, brought to the L2 cache, if their rows lie side by side.
+template <class Element>
+__device__ __forceinline__ void prefetch_rows(const KeyRows<Element>& rows, const Unit& unit, int end) {
+  constexpr int kPiece = 16 * 1024;  // bytes
+  if (rows.stored.row_stride != rows.columns) return;
+  const int bytes = (end - unit.begin) * rows.columns * static_cast<int>(sizeof(Element));
+  const char* source = reinterpret_cast<const char*>(KeyRows<Element>::row(rows.stored, unit, unit.begin));
+  for (int at = lane_index() * kPiece; at < bytes; at += 32 * kPiece) device::prefetch_to_l2(source + at, min(kPiece, bytes - at));
+}
+
+// The loaders fill the ring, as far ahead as it goes. Until the kernel before has ended they can only see to it that their first
+// tiles are near.
 template <class Element, int kHeadSize>
 __device__ __forceinline__ void load_tiles(const Job& job, const SharedMemory<kHeadSize>& shared, const LoaderShare& share) {
   using S = Stage<kHeadSize>;
@@ -16,7 +27,15 @@ __device__ __forceinline__ void load_tiles(const Job& job, const SharedMemory<kH
   const auto keys = KeyRows<Element>::keys(job.problem, job.copies_past), values = KeyRows<Element>::values(job.problem, job.copies_past);
   const LanePiece<kHeadSize> lane;
   RingPlace place;
+  bool is_first = !job.problem.mask.lengths.data;  // with lengths, the kernel before has ended
   for_each_unit(job, shared.control->table, [&](const Unit& unit) {
+    if (is_first) {
+      int end = min(unit.end, unit.begin + job.stages * S::kKeys);
+      if (job.copies_past) end = min(end, static_cast<int>(job.problem.append.past_len));
+      if (share.loader == 0) prefetch_rows(keys, unit, end);
+      if (share.loader == 1) prefetch_rows(values, unit, end);
+      is_first = false;
+    }
     device::wait_for_previous_kernel();
     const int first_row = unit.row_block * job.cut.block_rows();
     const NewRows new_rows(job.problem, unit.batch);
