@@ -13,17 +13,6 @@ struct Partial {
   float sum = 0.0f;
   float4 output = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 
-  // Joins kCount partial results into one.
-  template <int kCount>
-  __device__ __forceinline__ static Partial sum_of(const float2 (&stats)[kCount], const float4 (&outputs)[kCount]) {
-    Partial result;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) result.max = fmaxf(result.max, stats[i].x);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) result.accumulate(weight_of(stats[i].x, result.max), stats[i].y, outputs[i]);
-    return result;
-  }
-
   // Joins one more. Results of chunks add up one after the other, so that it does not matter which block adds them.
   __device__ __forceinline__ void add(float other_max, float other_sum, const float4& other) {
     const float old_max = max;
@@ -33,7 +22,6 @@ struct Partial {
   }
   __device__ __forceinline__ void add(const Partial& other) { add(other.max, other.sum, other.output); }
 
- private:
   static __device__ __forceinline__ float weight_of(float part_max, float common_max) {
     return device::exp2_fast(part_max - (common_max == -INFINITY ? 0.0f : common_max));
   }
@@ -44,6 +32,8 @@ struct Partial {
     output.z = fmaf(weight, other.z, output.z);
     output.w = fmaf(weight, other.w, output.w);
   }
+
+ private:
   __device__ __forceinline__ void scale(float factor) {
     sum *= factor;
     output.x *= factor;
@@ -104,25 +94,29 @@ struct Partials {
   }
 };
 
-// The result of a row is that of its chunks added up in eights, and then the eights. The combine kernel can read the eights side by
-// side, and blocks that have several chunks of a line come to the same bits.
-template <bool kIsNeeded>
-struct RowSum {
-  Partial row, eight;
+// Sums over the chunks that a block has of a line: of the eights, and of the eight at hand; in shared memory, four columns of a row in
+// each place. The result of a row is that of its chunks added up in eights, and then the eights. The combine kernel can read the
+// eights side by side, and blocks that have several chunks of a line come to the same bits.
+struct LineSums {
+  float4 outputs[2][kMaxAddedUp / 4];
+  float2 stats[2][kMaxAddedUp / 4];
 
-  // A chunk whose eight began in the same run.
-  __device__ __forceinline__ void add_chunk(const Unit& unit, const Partial& chunk) {
-    if (unit.ordinal == 0) row = Partial();
-    if (unit.ordinal == unit.first_of_eight()) eight = Partial();
-    eight.add(chunk);
-    if (ends_eight(unit)) row.add(eight);
+  __device__ __forceinline__ Partial row(int place) const { return load(0, place); }
+  __device__ __forceinline__ Partial eight(int place) const { return load(1, place); }
+  __device__ __forceinline__ void set_row(int place, const Partial& sum) { store(0, place, sum); }
+  __device__ __forceinline__ void set_eight(int place, const Partial& sum) { store(1, place, sum); }
+
+ private:
+  __device__ __forceinline__ Partial load(int which, int place) const {
+    const float2 stat = stats[which][place];
+    return Partial{stat.x, stat.y, outputs[which][place]};
   }
-  __device__ __forceinline__ static bool ends_eight(const Unit& unit) {
-    return unit.ordinal + 1 == min(unit.first_of_eight() + kChunksTogether, unit.entry_chunks);
+  __device__ __forceinline__ void store(int which, int place, const Partial& sum) {
+    stats[which][place] = make_float2(sum.max, sum.sum);
+    outputs[which][place] = sum.output;
   }
 };
-template <>
-struct RowSum<false> {};
+static_assert(sizeof(LineSums) == kLineSumBytes);
 
 // Where the output of row `row` of [batch, q_heads, q_len] begins.
 template <class Element>

@@ -22,6 +22,7 @@ struct Unit {
   __device__ __forceinline__ bool ends_run() const { return ordinal + 1 == run_end; }
   __device__ __forceinline__ bool has_whole_line() const { return run_begin == 0 && run_end == entry_chunks; }
   __device__ __forceinline__ int first_of_eight() const { return ordinal / kChunksTogether * kChunksTogether; }
+  __device__ __forceinline__ bool ends_eight() const { return ordinal + 1 == min(first_of_eight() + kChunksTogether, entry_chunks); }
   __device__ __forceinline__ int line_blocks() const { return 1 + (entry_chunks - 1 - first_cut + cut_step) / cut_step; }
 };
 

@@ -147,7 +147,8 @@ int64_t shared_bytes(const Problem& problem, const Tuning& tuning) {
   const Partition cut = partition(problem, tuning);
   const int64_t stage_bytes = int64_t{4} * tile_keys(head_size) * head_size + mask_layout(problem, cut).bytes;
   const int64_t query_bytes = int64_t{2} * cut.block_rows() * head_size;
-  return tuning.stages * stage_bytes + kUnitSlots * query_bytes + kControlBytes;
+  const int64_t sum_bytes = may_add_up(cut.rows, head_size) ? kLineSumBytes : 0;
+  return tuning.stages * stage_bytes + kUnitSlots * query_bytes + kControlBytes + sum_bytes;
 }
 
 Tuning choose_tuning(const Problem& problem, const Device& device) {

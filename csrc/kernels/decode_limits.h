@@ -11,7 +11,9 @@ inline constexpr int kMaxBlockRows = 64;         // query rows that read the key
 inline constexpr int kMaxScannedBatch = 1024;    // lengths of more entries are not counted before the work is shared out
 inline constexpr int kMaxStages = 6;             // of the ring: 192 KB
 inline constexpr int kUnitSlots = 2;             // units whose queries are in shared memory: the one at hand and the next
-inline constexpr int kControlBytes = 11 * 1024;  // of shared memory, beside the ring and the queries
+inline constexpr int kControlBytes = 12 * 1024;  // of shared memory, beside the ring and the queries
+inline constexpr int kMaxAddedUp = 1024;         // elements of the outputs of a line whose chunks a block adds up
+inline constexpr int kLineSumBytes = 12 * 1024;  // of shared memory, for that
 
 // The query rows of the heads that share a kv head are one axis of `rows` = group * q_len rows: row = head in group * q_len +
 // query. Blocks of up to row_tiles * tile_rows of them read the keys together. The keys are cut at multiples of 2^chunk_shift.
@@ -80,10 +82,7 @@ int compiled_head_size(const Problem& problem);  // 64, 128 or 256; smaller head
 constexpr int tile_keys(int compiled_head_size) { return 8192 / compiled_head_size; }  // 16 KB of K
 bool copies_past(const Problem& problem);  // the past rows are stored to `present` as they are read
 
-// A thread of a block keeps four columns of one row of the line that the block adds up; with 256 columns it has no registers left.
-constexpr bool may_add_up(int rows, int compiled_head_size) {
-  return compiled_head_size < 256 && rows * compiled_head_size <= 4 * 32 * kComputingWarps;
-}
+constexpr bool may_add_up(int rows, int compiled_head_size) { return rows * compiled_head_size <= kMaxAddedUp; }
 
 Partition partition(const Problem& problem, const Tuning& tuning);
 
