@@ -6,8 +6,17 @@
 
 namespace onnx_attn::decode {
 
+// Where new rows go in the cache of a batch entry; may be negative.
+__device__ __forceinline__ int first_new_row(const Problem& problem, int batch) {
+  const Append& append = problem.append;
+  const int64_t unclamped = append.active && append.first_row.data ? append.first_row.unclamped(batch) : append.past_len;
+  return static_cast<int>(max(-append.new_len, min(unclamped, problem.kv_len)));
+}
+
 struct Unit {
   int batch, kv_head, row_block;
+  int length;        // of the batch entry
+  int first_new;     // where its new rows go
   int chunk;         // counted from key 0
   int ordinal;       // counted from the first chunk of the batch entry
   int entry_chunks;  // of its batch entry: a unit that is the only one writes the final result
@@ -26,16 +35,21 @@ struct Unit {
   __device__ __forceinline__ int line_blocks() const { return 1 + (entry_chunks - 1 - first_cut + cut_step) / cut_step; }
 };
 
-// first_unit[b] is the number of units of the entries before b, in shared memory; filled once by the whole block.
+// What is known of each batch entry, in shared memory; filled once by the whole block. A warp that had to ask global memory for each
+// unit would wait for microseconds behind the loads of the ring.
 struct UnitTable {
-  int first_unit[kMaxScannedBatch + 1];
+  int first_unit[kMaxScannedBatch + 1];  // the number of units of the entries before
+  int length[kMaxScannedBatch];
+  int first_new[kMaxScannedBatch];
   int longest_line;
 
   __device__ __forceinline__ void fill(const Problem& problem, const Partition& cut) {
     const int batch_size = static_cast<int>(problem.batch);
     const int heads = static_cast<int>(problem.kv_heads) * cut.row_blocks;
     for (int batch = threadIdx.x; batch < batch_size; batch += blockDim.x) {
-      first_unit[batch + 1] = entry_keys(problem, cut.chunk_shift, batch).chunks * heads;
+      length[batch] = static_cast<int>(problem.mask.lengths.at(batch, problem.kv_len));
+      first_new[batch] = first_new_row(problem, batch);
+      first_unit[batch + 1] = entry_keys(problem, cut.chunk_shift, length[batch]).chunks * heads;
     }
     __syncthreads();
     if (threadIdx.x < 32) {
@@ -64,6 +78,11 @@ struct UnitTable {
   }
 };
 
+// To find its units, a warp reads what kernels before this one may have written.
+__host__ __device__ inline bool finds_units_in_memory(const Problem& problem) {
+  return problem.mask.lengths.data != nullptr || (problem.append.active && problem.append.first_row.data != nullptr);
+}
+
 // Lengths differ and can be counted first: units are then numbered without gaps.
 __host__ __device__ inline bool is_counted(const Problem& problem) {
   return problem.mask.lengths.data != nullptr && problem.batch <= kMaxScannedBatch;
@@ -86,7 +105,7 @@ struct UnitWalk {
       total = table.first_unit[problem.batch];
       longest = table.longest_line;
     } else {  // all entries have as many chunks as entry 0; too many lengths to count: as many as the capacity, some in vain
-      longest = uniform_chunks = problem.mask.lengths.data ? cut.chunks : entry_keys(problem, cut.chunk_shift, 0).chunks;
+      longest = uniform_chunks = problem.mask.lengths.data ? cut.chunks : entry_keys(problem, cut.chunk_shift, problem.kv_len).chunks;
       total = static_cast<int>(problem.batch) * heads * uniform_chunks;
     }
     quota = known_quota > 0 ? known_quota : choose_quota(total, longest, gridDim.x);
@@ -105,7 +124,14 @@ struct UnitWalk {
         while (index >= table.first_unit[batch + 1]) ++batch;
         place = index - table.first_unit[batch];
       }
-      const EntryKeys keys = entry_keys(problem, cut.chunk_shift, batch);
+      if (is_counted(problem)) {
+        unit.length = table.length[batch];
+        unit.first_new = table.first_new[batch];
+      } else {
+        unit.length = static_cast<int>(problem.mask.lengths.at(batch, problem.kv_len));
+        unit.first_new = first_new_row(problem, batch);
+      }
+      const EntryKeys keys = entry_keys(problem, cut.chunk_shift, unit.length);
       const int line_chunks = uniform_chunks > 0 ? uniform_chunks : keys.chunks;
       const int head = place / line_chunks, chunk = place - head * line_chunks;
       if (chunk >= keys.chunks) continue;

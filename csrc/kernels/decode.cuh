@@ -100,9 +100,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1) decode_kernel(const __grid_c
       device::barrier_init(shared_address(&control.merged[i]), 1);
     }
   }
-  // Nothing in global memory may be touched before the kernel before this one has ended. Without lengths that is only when
-  // the first unit has been found.
-  if (job.problem.mask.lengths.data) device::wait_for_previous_kernel();
+  // Nothing in global memory may be touched before the kernel before this one has ended: else only when the first unit has been found.
+  if (finds_units_in_memory(job.problem)) device::wait_for_previous_kernel();
   if (is_counted(job.problem)) control.table.fill(job.problem, job.cut);
   __syncthreads();
 

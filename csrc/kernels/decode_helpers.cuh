@@ -27,7 +27,7 @@ __device__ __forceinline__ void load_tiles(const Job& job, const SharedMemory<kH
   const auto keys = KeyRows<Element>::keys(job.problem, job.copies_past), values = KeyRows<Element>::values(job.problem, job.copies_past);
   const LanePiece<kHeadSize> lane;
   RingPlace place;
-  bool is_first = !job.problem.mask.lengths.data;  // with lengths, the kernel before has ended
+  bool is_first = !finds_units_in_memory(job.problem);  // else the kernel before has ended
   for_each_unit(job, shared.control->table, [&](const Unit& unit) {
     if (is_first) {
       int end = min(unit.end, unit.begin + job.stages * S::kKeys);
@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_tiles(const Job& job, const SharedMemory<kH
     }
     device::wait_for_previous_kernel();
     const int first_row = unit.row_block * job.cut.block_rows();
-    const NewRows new_rows(job.problem, unit.batch);
+    const NewRows new_rows(job.problem, unit);
     const LaneSource<Element> key_source(keys, unit, lane), value_source(values, unit, lane);
     for (int key = first_tile<kHeadSize>(unit); key < unit.end; key += S::kKeys, place.advance(job.stages)) {
       const uint32_t stage = shared_address(shared.stage(place.index()));
@@ -122,7 +122,7 @@ __device__ __forceinline__ void prepare_unit(const Job& job, const SharedMemory<
   stage_queries<Element, kHeadSize>(job.problem, unit, first_row, min(rows, job.cut.rows - first_row), rows, shared.staged_queries(slot));
   arrive_as_warp(control.units.full[slot]);
   if (job.problem.append.active && unit.is_first) {
-    const NewRows new_rows(job.problem, unit.batch);
+    const NewRows new_rows(job.problem, unit);
     store_new_rows(KeyRows<Element>::keys(job.problem, job.copies_past), unit, new_rows);
     store_new_rows(KeyRows<Element>::values(job.problem, job.copies_past), unit, new_rows);
   }
@@ -192,7 +192,7 @@ __device__ __forceinline__ void write_tiles(const Job& job, const SharedMemory<k
     slot.wait_full(control.units);
     if (!control.prepared[slot.index()].exists) return;
     const Unit unit = control.prepared[slot.index()].unit;
-    const NewRows new_rows(job.problem, unit.batch);
+    const NewRows new_rows(job.problem, unit);
     for (int key = first_tile<kHeadSize>(unit); key < unit.end; key += S::kKeys, place.advance(job.stages)) {
       const uint8_t* stage = shared.stage(place.index());
       place.wait_full(control.ring);

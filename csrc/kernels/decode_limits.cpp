@@ -108,7 +108,7 @@ Partition partition(const Problem& problem, const Tuning& tuning) {
 
 Shares share_out(const Problem& problem, const Partition& cut, const Tuning& tuning) {
   const bool has_lengths = problem.mask.lengths.data != nullptr;
-  const int line = has_lengths ? cut.chunks : entry_keys(problem, cut.chunk_shift, 0).chunks;
+  const int line = has_lengths ? cut.chunks : entry_keys(problem, cut.chunk_shift, problem.kv_len).chunks;
   Shares shares;
   shares.chunks = problem.batch * problem.kv_heads * cut.row_blocks * line;
   if (has_lengths) {

@@ -8,10 +8,10 @@ namespace onnx_attn::decode {
 
 inline constexpr int kComputingWarps = 8;        // of a block
 inline constexpr int kMaxBlockRows = 64;         // query rows that read the keys together
-inline constexpr int kMaxScannedBatch = 1024;    // lengths of more entries are not counted before the work is shared out
+inline constexpr int kMaxScannedBatch = 512;     // lengths of more entries are not counted before the work is shared out
 inline constexpr int kMaxStages = 6;             // of the ring: 192 KB
 inline constexpr int kUnitSlots = 2;             // units whose queries are in shared memory: the one at hand and the next
-inline constexpr int kControlBytes = 12 * 1024;  // of shared memory, beside the ring and the queries
+inline constexpr int kControlBytes = 14 * 1024;  // of shared memory, beside the ring and the queries
 inline constexpr int kMaxAddedUp = 1024;         // elements of the outputs of a line whose chunks a block adds up
 inline constexpr int kLineSumBytes = 12 * 1024;  // of shared memory, for that
 
@@ -40,14 +40,19 @@ struct Tuning {
   int blocks = 1;      // at most, of the launch. This has no part in the bits
 };
 
+// row_position, where the length has been read.
+ONNX_ATTN_HOST_DEVICE RowPosition position_of_length(const Mask& mask, int64_t length, int64_t q_len) {
+  return {length, mask.offset_follows_length ? length - q_len : mask.offset};
+}
+
 // The keys of one batch entry that some query row can see, and the chunks that hold them.
 struct EntryKeys {
   int begin = 0, end = 0;
   int first_chunk = 0;
   int chunks = 1;  // an entry without keys has one, in which its zeros are written
 };
-ONNX_ATTN_HOST_DEVICE EntryKeys entry_keys(const Problem& problem, int chunk_shift, int64_t batch) {
-  const RowPosition position = row_position(problem.mask, batch, problem.q_len, problem.kv_len);
+ONNX_ATTN_HOST_DEVICE EntryKeys entry_keys(const Problem& problem, int chunk_shift, int64_t length) {
+  const RowPosition position = position_of_length(problem.mask, length, problem.q_len);
   const KeyRange visible = visible_keys(problem.mask, position, 0, problem.q_len);
   EntryKeys keys;
   if (visible.begin >= visible.end) return keys;
