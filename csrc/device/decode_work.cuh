@@ -6,10 +6,17 @@
 
 namespace onnx_attn::decode {
 
+// A count that the kernel before may be writing: not from the L1 cache, where it would stay as it was.
+__device__ __forceinline__ int64_t read_count(const Lengths& lengths, int batch) {
+  const int64_t at = batch * lengths.stride;
+  return lengths.addend + (lengths.dtype == DType::i64 ? __ldcg(static_cast<const int64_t*>(lengths.data) + at)
+                                                       : __ldcg(static_cast<const int32_t*>(lengths.data) + at));
+}
+
 // Where new rows go in the cache of a batch entry; may be negative.
 __device__ __forceinline__ int first_new_row(const Problem& problem, int batch) {
   const Append& append = problem.append;
-  const int64_t unclamped = append.active && append.first_row.data ? append.first_row.unclamped(batch) : append.past_len;
+  const int64_t unclamped = append.active && append.first_row.data ? read_count(append.first_row, batch) : append.past_len;
   return static_cast<int>(max(-append.new_len, min(unclamped, problem.kv_len)));
 }
 
@@ -47,7 +54,7 @@ struct UnitTable {
     const int batch_size = static_cast<int>(problem.batch);
     const int heads = static_cast<int>(problem.kv_heads) * cut.row_blocks;
     for (int batch = threadIdx.x; batch < batch_size; batch += blockDim.x) {
-      length[batch] = static_cast<int>(problem.mask.lengths.at(batch, problem.kv_len));
+      length[batch] = static_cast<int>(max(int64_t{0}, min(read_count(problem.mask.lengths, batch), problem.kv_len)));
       first_new[batch] = first_new_row(problem, batch);
       first_unit[batch + 1] = entry_keys(problem, cut.chunk_shift, length[batch]).chunks * heads;
     }

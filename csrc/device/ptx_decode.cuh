@@ -73,6 +73,11 @@ __device__ __forceinline__ int count_on_device(int* word) {
 
 // With programmatic dependent launch, the next kernel may take its places once every block of this one has said so, and waits
 // for the results of the kernels before it inside. Before compute capability 9.0 kernels just follow each other.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr bool kHasDependentLaunch = false;
+#else
+inline constexpr bool kHasDependentLaunch = true;
+#endif
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -100,12 +100,16 @@ __global__ void __launch_bounds__(kBlockThreads, 1) decode_kernel(const __grid_c
       device::barrier_init(shared_address(&control.merged[i]), 1);
     }
   }
-  // Nothing in global memory may be touched before the kernel before this one has ended: else only when the first unit has been found.
+  // Nothing in global memory may be relied upon before the kernel before this one has ended: else only when the first unit has been found.
+  const int helper = warp_index() - kComputingWarps;
+  const LoaderShare share{helper - (kHelpers - loaders(job.copies_past)), loaders(job.copies_past)};
+  if (device::kHasDependentLaunch && is_counted(job.problem)) {
+    prefetch_likely_tiles<Element, kHeadSize>(job, control.table, share);
+  }
   if (finds_units_in_memory(job.problem)) device::wait_for_previous_kernel();
   if (is_counted(job.problem)) control.table.fill(job.problem, job.cut);
   __syncthreads();
 
-  const int helper = warp_index() - kComputingWarps;
   if (helper < 0) {
     compute_units<Element, kHeadSize, kRowEights>(job, shared);
   } else if (helper == 0) {
@@ -113,8 +117,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) decode_kernel(const __grid_c
   } else if (helper == 1 && job.copies_past) {
     write_tiles<Element, kHeadSize>(job, shared);
   } else {
-    const int others = kHelpers - loaders(job.copies_past);
-    load_tiles<Element, kHeadSize>(job, shared, LoaderShare{helper - others, loaders(job.copies_past)});
+    load_tiles<Element, kHeadSize>(job, shared, share);
   }
 }
 

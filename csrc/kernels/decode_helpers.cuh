@@ -18,6 +18,27 @@ __device__ __forceinline__ void prefetch_rows(const KeyRows<Element>& rows, cons
   for (int at = lane_index() * kPiece; at < bytes; at += 32 * kPiece) device::prefetch_to_l2(source + at, min(kPiece, bytes - at));
 }
 
+// A loader's share of as much of a unit as the ring holds.
+template <class Element, int kHeadSize>
+__device__ __forceinline__ void prefetch_tiles(const Job& job, const Unit& unit, const LoaderShare& share) {
+  int end = min(unit.end, unit.begin + job.stages * Stage<kHeadSize>::kKeys);
+  if (job.copies_past) end = min(end, static_cast<int>(job.problem.append.past_len));
+  if (share.loader == 0) prefetch_rows(KeyRows<Element>::keys(job.problem, job.copies_past), unit, end);
+  if (share.loader == 1) prefetch_rows(KeyRows<Element>::values(job.problem, job.copies_past), unit, end);
+}
+
+// With lengths, what the first unit will be if the kernel before does not change them any more; most often it never does. All warps
+// of the block call it.
+template <class Element, int kHeadSize>
+__device__ __forceinline__ void prefetch_likely_tiles(const Job& job, UnitTable& table, const LoaderShare& share) {
+  table.fill(job.problem, job.cut);
+  UnitWalk walk;
+  Unit unit;
+  walk.start(job.problem, job.cut, table, job.quota);
+  if (share.loader >= 0 && walk.next(job.problem, job.cut, table, unit)) prefetch_tiles<Element, kHeadSize>(job, unit, share);
+  __syncthreads();  // the table has been read
+}
+
 // The loaders fill the ring, as far ahead as it goes. Until the kernel before has ended they can only see to it that their first
 // tiles are near.
 template <class Element, int kHeadSize>
@@ -29,13 +50,8 @@ __device__ __forceinline__ void load_tiles(const Job& job, const SharedMemory<kH
   RingPlace place;
   bool is_first = !finds_units_in_memory(job.problem);  // else the kernel before has ended
   for_each_unit(job, shared.control->table, [&](const Unit& unit) {
-    if (is_first) {
-      int end = min(unit.end, unit.begin + job.stages * S::kKeys);
-      if (job.copies_past) end = min(end, static_cast<int>(job.problem.append.past_len));
-      if (share.loader == 0) prefetch_rows(keys, unit, end);
-      if (share.loader == 1) prefetch_rows(values, unit, end);
-      is_first = false;
-    }
+    if (is_first) prefetch_tiles<Element, kHeadSize>(job, unit, share);
+    is_first = false;
     device::wait_for_previous_kernel();
     const int first_row = unit.row_block * job.cut.block_rows();
     const NewRows new_rows(job.problem, unit);
