@@ -111,7 +111,7 @@ struct RowMask {
                                       int rows) {
     const Mask& mask = problem.mask;
     const int query = (first_row + row) % static_cast<int>(problem.q_len);
-    const KeyRange visible = visible_keys(mask, row_position(mask, unit.batch, problem.q_len, problem.kv_len), query, query + 1);
+    const KeyRange visible = visible_keys(mask, position_of_length(mask, unit.length, problem.q_len), query, query + 1);
     const bool sees_any = first_row + row < rows && visible.begin < visible.end;
     begin = sees_any ? static_cast<int>(visible.begin) : 0;
     count = sees_any ? static_cast<int>(visible.end - visible.begin) : 0;

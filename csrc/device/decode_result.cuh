@@ -14,17 +14,6 @@ struct Partial {
   float sum = 0.0f;
   float4 output = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 
-  // Joins kCount partial results into one.
-  template <int kCount>
-  __device__ __forceinline__ static Partial sum_of(const float2 (&stats)[kCount], const float4 (&outputs)[kCount]) {
-    Partial result;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) result.max = fmaxf(result.max, stats[i].x);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) result.accumulate(weight_of(stats[i].x, result.max), stats[i].y, outputs[i]);
-    return result;
-  }
-
   // Joins one more. Results of chunks add up one after the other, so that it does not matter which block adds them.
   __device__ __forceinline__ void add(float other_max, float other_sum, const float4& other) {
     const float old_max = max;
@@ -34,7 +23,6 @@ struct Partial {
   }
   __device__ __forceinline__ void add(const Partial& other) { add(other.max, other.sum, other.output); }
 
- private:
   static __device__ __forceinline__ float weight_of(float part_max, float common_max) {
     return device::exp2_fast(part_max - (common_max == -INFINITY ? 0.0f : common_max));
   }
@@ -45,6 +33,8 @@ struct Partial {
     output.z = fmaf(weight, other.z, output.z);
     output.w = fmaf(weight, other.w, output.w);
   }
+
+ private:
   __device__ __forceinline__ void scale(float factor) {
     sum *= factor;
     output.x *= factor;
@@ -54,53 +44,80 @@ struct Partial {
   }
 };
 
-// The result of a row is that of its chunks added up in eights, and then the eights. The combine kernel can read the eights
-// side by side, and a block that has all chunks of a row comes to the same bits.
-inline constexpr int kChunksTogether = 8;
-
-// Results of chunks, indexed by row of [batch, q_heads, q_len], then by chunk.
+// Results of chunks, or of several that follow each other, where the first of them belongs: indexed by row of [batch, q_heads, q_len],
+// then by chunk. Other multiprocessors have stored what is read: not from the L1 cache.
 struct Partials {
   float4* outputs = nullptr;  // [rows, chunks, v_head_size / 4]
   float2* stats = nullptr;    // [rows, chunks]: max and sum
 
-  // Eight of them from `first` on, or `count` if that is less. Other multiprocessors have stored them: not from the L1 cache.
-  __device__ __forceinline__ Partial sum_of(int64_t first, int count, int quads, int column) const {
+  __device__ __forceinline__ void store(int64_t index, const Partial& part, int quads, int column) const {
+    outputs[index * quads + column / 4] = part.output;
+    if (column == 0) stats[index] = make_float2(part.max, part.sum);
+  }
+
+  // Adds up to eight, `step` chunks apart, of those `count` from `first` on; between the first and number `next` there are none.
+  __device__ __forceinline__ void add_to(Partial& result, int64_t first, int step, int count, int next, int quads, int column) const {
     float2 stat[kChunksTogether];
     float4 output[kChunksTogether];
 #pragma unroll
     for (int i = 0; i < kChunksTogether; ++i) {
-      stat[i] = i < count ? __ldcg(stats + first + i) : make_float2(-INFINITY, 0.0f);
-      output[i] = i < count ? __ldcg(outputs + (first + i) * quads + column / 4) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      const bool exists = i < count && (i == 0 || i >= next);
+      const int64_t index = first + i * step;
+      stat[i] = exists ? __ldcg(stats + index) : make_float2(-INFINITY, 0.0f);
+      output[i] = exists ? __ldcg(outputs + index * quads + column / 4) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
-    Partial result;
 #pragma unroll
     for (int i = 0; i < kChunksTogether; ++i) result.add(stat[i].x, stat[i].y, output[i]);
-    return result;
   }
-};
 
-template <bool kIsNeeded>
-struct RowSum {
-  Partial row, eight;
-
-  __device__ __forceinline__ void add_chunk(int ordinal, const Partial& chunk) {
-    if (ordinal == 0) row = eight = Partial();
-    eight.add(chunk);
-    if (ordinal % kChunksTogether == kChunksTogether - 1) add_eight();
-  }
-  __device__ __forceinline__ const Partial& finish(int chunks) {
-    if (chunks % kChunksTogether != 0) add_eight();
+  // Adds up what several blocks have stored of the line of `unit`, whose first chunk has `first_part`, in the order in which one would.
+  // A block adds up the eights that begin in its run: those from the start of the line become one part, the others one each. Chunks
+  // of an eight that began before are parts of their own.
+  __device__ __forceinline__ Partial line_sum(const Unit& unit, int64_t first_part, int quads, int column) const {
+    Partial row;
+    const int chunks = unit.entry_chunks, whole = unit.first_cut / kChunksTogether * kChunksTogether;
+    if (whole > 0) add_to(row, first_part, 1, 1, 0, quads, column);
+    if (unit.first_cut == whole && unit.cut_step % kChunksTogether == 0) {
+      for (int first = whole; first < chunks; first += kChunksTogether * kChunksTogether) {
+        const int eights = (chunks - first + kChunksTogether - 1) / kChunksTogether;
+        add_to(row, first_part + first, kChunksTogether, eights, 0, quads, column);
+      }
+      return row;
+    }
+    int cut = unit.first_cut;
+    for (int first = whole; first < chunks; first += kChunksTogether) {
+      while (cut <= first) cut += unit.cut_step;
+      Partial eight;
+      add_to(eight, first_part + first, 1, chunks - first, cut - first, quads, column);
+      row.add(eight);
+    }
     return row;
   }
+};
+
+// Sums over the chunks that a block has of a line: of the eights, and of the eight at hand; in shared memory, four columns of a row in
+// each place. The result of a row is that of its chunks added up in eights, and then the eights. The combine kernel can read the
+// eights side by side, and blocks that have several chunks of a line come to the same bits.
+struct LineSums {
+  float4 outputs[2][kMaxAddedUp / 4];
+  float2 stats[2][kMaxAddedUp / 4];
+
+  __device__ __forceinline__ Partial row(int place) const { return load(0, place); }
+  __device__ __forceinline__ Partial eight(int place) const { return load(1, place); }
+  __device__ __forceinline__ void set_row(int place, const Partial& sum) { store(0, place, sum); }
+  __device__ __forceinline__ void set_eight(int place, const Partial& sum) { store(1, place, sum); }
 
  private:
-  __device__ __forceinline__ void add_eight() {
-    row.add(eight);
-    eight = Partial();
+  __device__ __forceinline__ Partial load(int which, int place) const {
+    const float2 stat = stats[which][place];
+    return Partial{stat.x, stat.y, outputs[which][place]};
+  }
+  __device__ __forceinline__ void store(int which, int place, const Partial& sum) {
+    stats[which][place] = make_float2(sum.max, sum.sum);
+    outputs[which][place] = sum.output;
   }
 };
-template <>
-struct RowSum<false> {};
+static_assert(sizeof(LineSums) == kLineSumBytes);
 
 // Where the output of row `row` of [batch, q_heads, q_len] begins.
 template <class Element>

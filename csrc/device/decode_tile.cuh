@@ -74,11 +74,10 @@ struct NewRows {
   int first = 0;           // the key of row 0; may be negative
   int begin = 0, end = 0;  // keys that are new; none when begin >= end
 
-  __device__ __forceinline__ NewRows(const Problem& problem, int batch) {
+  __device__ __forceinline__ NewRows(const Problem& problem, const Unit& unit) {
     const Append& append = problem.append;
     if (!append.active) return;
-    const int64_t unclamped = append.first_row.data ? append.first_row.unclamped(batch) : append.past_len;
-    first = static_cast<int>(max(-append.new_len, min(unclamped, problem.kv_len)));
+    first = unit.first_new;
     begin = max(0, first);
     end = static_cast<int>(min(problem.kv_len, first + append.new_len));
   }

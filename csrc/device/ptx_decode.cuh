@@ -22,6 +22,12 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
 __device__ __forceinline__ void copy_async_4(uint32_t target, const void* source, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
 }
+// Has `bytes`, a multiple of 16, brought to the L2 cache. Whoever writes there meanwhile does so in that cache: it stays true.
+__device__ __forceinline__ void prefetch_to_l2(const void* source, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+#endif
+}
 
 // Adds 1 to a word in global memory and returns what it was. What the block had stored before its threads met is seen by the block
 // of whoever reads the new value in the same way, after its threads have met.
@@ -33,6 +39,11 @@ __device__ __forceinline__ int count_on_device(int* word) {
 
 // With programmatic dependent launch, the next kernel may take its places once every block of this one has said so, and waits
 // for the results of the kernels before it inside. Before compute capability 9.0 kernels just follow each other.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr bool kHasDependentLaunch = false;
+#else
+inline constexpr bool kHasDependentLaunch = true;
+#endif
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

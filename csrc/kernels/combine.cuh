@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   Element* y = output_row<Element>(problem, row);
   // Before any exit: else the kernel after this one could overtake the decode kernel.
   if (problem.mask.lengths.data) device::wait_for_previous_kernel();
-  const EntryKeys keys = entry_keys(problem, job.cut.chunk_shift, batch);
+  const EntryKeys keys = entry_keys(problem, job.cut.chunk_shift, problem.mask.lengths.at(batch, problem.kv_len));
   const int64_t first_result = int64_t{row} * job.cut.chunks + keys.first_chunk;
   device::wait_for_previous_kernel();
   if (keys.chunks == 1) return;  // its only unit has stored the result
@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   Partial result;
   for (int first = 0; first < keys.chunks; first += groups * kChunksTogether) {
     const int own = first + group * kChunksTogether;
-    const Partial eight = job.partials.sum_of(first_result + own, has_column ? keys.chunks - own : 0, quads, column);
+    Partial eight;
+    job.partials.add_to(eight, first_result + own, 1, has_column ? keys.chunks - own : 0, 0, quads, column);
     if (groups == 1) {
       result.add(eight);
       continue;

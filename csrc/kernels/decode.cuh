@@ -4,11 +4,11 @@
 // SM and walks over its units. The loaders run ahead over the tiles of all these units and fill a ring of stages in shared
 // memory; while the computing warps read one or two of them, the others, 130 KB or more, are on their way. The preparer has the
 // queries of the next unit ready. A computing warp takes 8 or 16 query rows and 16 keys at a time and has a running softmax of its
-// own. Only the ring synchronises the warps, until they add up at the end of the unit.
+// own. At the end of a unit it leaves its results where it has read its last keys and goes on; the preparer adds them up.
 //
 // Every microsecond in which the computing warps do something else than read tiles lets the ring run full and the memory idle, so
-// they are left nothing else. 32 sequences of 4096 keys are read at 0.95 of the speed of a plain read, and at 0.97 without the
-// arithmetic (H200, 2026-11).
+// they are left nothing else. 32 sequences of 4096 keys were read at 0.95 of the speed of a plain read, and at 0.97 without the
+// arithmetic, when the computing warps still added up by themselves (H200, 2026-11).
 #pragma once
 
 #include "decode_helpers.cuh"
@@ -24,46 +24,65 @@ __device__ __forceinline__ void compute_units(const Job& job, const SharedMemory
   const int first_key = role.group_in_team() * 16, key_step = 16 << job.cut.team_shift;  // in a tile
   RowTile<Element, kHeadSize, kRowEights> rows;
   BlockMask<kRowEights> mask(job.problem, job.rule, job.masks);
-  RowSum<RowTile<Element, kHeadSize, kRowEights>::kMayTakeLines> sum;
-  RingPlace place, slot;
+  const Results<Element, kHeadSize, kRowEights> results{job, shared};
+  RingPlace place, slot, slot_before;
+  int shared_lines = 0;
 
-  for (;; slot.advance(kUnitSlots)) {
+  for (int count = 0;; ++count, slot_before = slot, slot.advance(kUnitSlots)) {
     const PreparedUnit& prepared = control.prepared[slot.index()];
     const Unit& unit = prepared.unit;
     slot.wait_full(control.units);
     if (!prepared.exists) break;
-    if (unit.begin < unit.end) {
-      rows.start(shared.staged_queries(slot.index()), role.row_tile, job.cut.block_rows());
-      mask.start_unit(prepared.rows + role.row_tile * 8 * kRowEights, prepared.whole);
-
-      const int begin = first_tile<kHeadSize>(unit), end = unit.end;
-      for (int tile = begin; tile < end; tile += S::kKeys, place.advance(job.stages)) {
-        if ((tile / S::kKeys & (job.cut.teams - 1)) != role.team) continue;
-        place.wait_full(control.ring);
-        const uint8_t* stage = shared.stage(place.index());
+    rows.start(shared.staged_queries(slot.index()), role.row_tile, job.cut.block_rows());
+    mask.start_unit(prepared.rows + role.row_tile * 8 * kRowEights, prepared.whole);
+    const int begin = first_tile<kHeadSize>(unit), end = unit.end;
+    for (int tile = begin; tile < end; tile += S::kKeys, place.advance(job.stages)) {
+      if ((tile / S::kKeys & (job.cut.teams - 1)) != role.team) continue;
+      place.wait_full(control.ring);
+      const uint8_t* stage = shared.stage(place.index());
 #pragma unroll 1
-        for (int key = first_key; key < S::kKeys && tile + key < end; key += key_step) {
-          Scores<kRowEights> scores;
-          uint32_t weights[kRowEights][2];
-          rows.multiply_keys(scores, shared_address(stage) + key * 128);
-          mask.apply(scores, stage + S::kBytes, tile, key);
-          rows.update(scores, weights);
-          rows.add_values(weights, shared_address(stage) + S::kValues + key * 128, end - tile - key);
-        }
-        const bool is_last = tile + job.cut.teams * S::kKeys >= end;  // of the team: it keeps the stage for its results
-        if (!is_last) arrive_as_warp(control.ring.empty[place.index()]);
+      for (int key = first_key; key < S::kKeys && tile + key < end; key += key_step) {
+        Scores<kRowEights> scores;
+        uint32_t weights[kRowEights][2];
+        rows.multiply_keys(scores, shared_address(stage) + key * 128);
+        mask.apply(scores, stage + S::kBytes, tile, key);
+        rows.update(scores, weights);
+        rows.add_values(weights, shared_address(stage) + S::kValues + key * 128, end - tile - key);
       }
+      const bool is_last = tile + job.cut.teams * S::kKeys >= end;  // of the team: it keeps the stage for its results
+      if (!is_last) arrive_as_warp(control.ring.empty[place.index()]);
+    }
+    const HeldStages held = HeldStages::of_unit<kHeadSize>(unit, place.index(), job.stages);
+    const int own_stage = held.of(role.team, job.cut.teams);
+    if (held.tiles > 0) {
       if (job.copies_past) device::barrier_wait(shared_address(&control.written[slot.index()]), slot.parity());
-      const HeldStages held{(end - 1) / S::kKeys, (end - 1) / S::kKeys - begin / S::kKeys + 1, place.index(), job.stages};
-      merge_and_store(job, unit, role, shared, rows, held, sum);
-      const int own_stage = held.of(role.team, job.cut.teams);
-      if (own_stage >= 0) arrive_as_warp(control.ring.empty[own_stage]);
-      if (job.part_counts && unit.entry_chunks > 1) add_up_if_last<Element>(job, unit, role, control);
-    } else {
-      store_nothing<Element>(job, unit, role, sum);
+      results.leave_stats(role, rows, slot.index());
+      if (job.cut.row_tiles > 1) role.meet_group();  // all have read the group's keys
+    }
+    const bool adds_up_here = !results.are_handed_over() || prepared.is_last;
+    if (adds_up_here && results.are_handed_over() && count > 0) {  // what the preparer has added up so far is needed
+      device::barrier_wait(shared_address(&control.merged[slot_before.index()]), slot_before.parity());
+    }
+#pragma unroll 1
+    for (int first_tile = 0; first_tile < job.cut.row_tiles; first_tile += results.tiles_at_once()) {
+      if (held.tiles > 0) results.leave_output(unit, role, rows, own_stage, first_tile);
+      if (!adds_up_here) break;
+      role.meet();
+      results.add_up(unit, held, slot.index(), first_tile, threadIdx.x, 32 * kComputingWarps);
+      role.meet();  // the outputs have been read: the next row tiles may take their place, or the stages go back
+    }
+    if (!adds_up_here) {
+      arrive_as_warp(control.results[slot.index()]);
+    } else if (own_stage >= 0) {
+      arrive_as_warp(control.ring.empty[own_stage]);
+    }
+    if (job.part_counts && unit.ends_run() && !unit.has_whole_line()) {
+      if (threadIdx.x == 0) control.shared_lines[shared_lines] = unit;
+      ++shared_lines;
     }
     arrive_as_warp(control.units.empty[slot.index()]);
   }
+  if (shared_lines > 0) add_up_shared_lines<Element>(job, role, control, shared_lines);
 }
 
 template <class Element, int kHeadSize, int kRowEights>
@@ -77,24 +96,28 @@ __global__ void __launch_bounds__(kBlockThreads, 1) decode_kernel(const __grid_c
     for (int i = 0; i < kUnitSlots; ++i) {
       control.units.init(i, 1, kComputingWarps);
       device::barrier_init(shared_address(&control.written[i]), 1);
+      device::barrier_init(shared_address(&control.results[i]), kComputingWarps);
+      device::barrier_init(shared_address(&control.merged[i]), 1);
     }
   }
-  // Nothing in global memory may be touched before the kernel before this one has ended. Without lengths that is only when
-  // the first unit has been found.
-  if (job.problem.mask.lengths.data) device::wait_for_previous_kernel();
+  // Nothing in global memory may be relied upon before the kernel before this one has ended: else only when the first unit has been found.
+  const int helper = warp_index() - kComputingWarps;
+  const LoaderShare share{helper - (kHelpers - loaders(job.copies_past)), loaders(job.copies_past)};
+  if (device::kHasDependentLaunch && is_counted(job.problem)) {
+    prefetch_likely_tiles<Element, kHeadSize>(job, control.table, share);
+  }
+  if (finds_units_in_memory(job.problem)) device::wait_for_previous_kernel();
   if (is_counted(job.problem)) control.table.fill(job.problem, job.cut);
   __syncthreads();
 
-  const int helper = warp_index() - kComputingWarps;
   if (helper < 0) {
     compute_units<Element, kHeadSize, kRowEights>(job, shared);
   } else if (helper == 0) {
-    prepare_units<Element, kHeadSize>(job, shared);
+    prepare_units<Element, kHeadSize, kRowEights>(job, shared);
   } else if (helper == 1 && job.copies_past) {
     write_tiles<Element, kHeadSize>(job, shared);
   } else {
-    const int others = kHelpers - loaders(job.copies_past);
-    load_tiles<Element, kHeadSize>(job, shared, LoaderShare{helper - others, loaders(job.copies_past)});
+    load_tiles<Element, kHeadSize>(job, shared, share);
   }
 }
 

@@ -10,12 +10,13 @@ struct Job {
   Problem problem;
   ScoreRule rule;
   Partition cut;
-  bool whole_lines = false;
+  int quota = 0;         // chunks of a block; 0: the device chooses it
+  bool adds_up = false;  // blocks add up the chunks that they have of a line
   MaskLayout masks;
   int stages = 0;
   bool copies_past = false;
   Partials partials;
-  int* part_counts = nullptr;  // of each line, 0 between launches; null: the combine kernel adds parts up
+  int* part_counts = nullptr;  // of each line, by its first block; 0 between launches. Null: the combine kernel adds up
 };
 
 // Warps of a block: first the eight that compute, then the helpers: one that prepares units, one that stores past rows where
@@ -26,7 +27,8 @@ __host__ __device__ inline int loaders(bool copies_past) { return kHelpers - (co
 
 // A unit as the preparer hands it to the computing warps.
 struct PreparedUnit {
-  bool exists;  // false: there are no more
+  bool exists;   // false: there are no more
+  bool is_last;  // of the block
   Unit unit;
   KeySpan whole;
   RowMask rows[kMaxBlockRows];
@@ -35,11 +37,14 @@ struct PreparedUnit {
 struct Control {
   Handover<kMaxStages> ring;
   Handover<kUnitSlots> units;
-  uint64_t written[kUnitSlots];       // the writer is done with the unit's tiles
-  float2 stats[kComputingWarps][16];  // what a warp's rows are scaled to, and their sums
+  uint64_t written[kUnitSlots];                   // the writer is done with the unit's tiles
+  uint64_t results[kUnitSlots];                   // the computing warps have left their results of the unit
+  uint64_t merged[kUnitSlots];                    // the preparer has added them up
+  float2 stats[kUnitSlots][kComputingWarps][16];  // what a warp's rows are scaled to, and their sums
   PreparedUnit prepared[kUnitSlots];
   UnitTable table;
-  int parts_before;  // stored of the unit's line before the block's own
+  Unit shared_lines[2];  // the last unit in each line of which the block has a part: only its first and last can be such
+  int blocks_before[2];  // that had stored their parts of these
 };
 static_assert(sizeof(Control) <= kControlBytes);
 
@@ -51,6 +56,7 @@ struct SharedMemory {
   uint8_t* queries;  // for each unit slot, the rows of a block, swizzled
   int query_bytes;   // of a slot
   Control* control;
+  LineSums* sums;  // where the block adds up
 
   __device__ __forceinline__ explicit SharedMemory(const Job& job) {
     extern __shared__ __align__(128) uint8_t bytes[];
@@ -59,6 +65,7 @@ struct SharedMemory {
     queries = ring + job.stages * stage_bytes;
     query_bytes = job.cut.block_rows() * kHeadSize * 2;
     control = reinterpret_cast<Control*>(queries + kUnitSlots * query_bytes);
+    sums = reinterpret_cast<LineSums*>(reinterpret_cast<uint8_t*>(control) + kControlBytes);
   }
   __device__ __forceinline__ uint8_t* stage(int index) const { return ring + index * stage_bytes; }
   __device__ __forceinline__ uint32_t staged_queries(int slot) const { return shared_address(queries) + slot * query_bytes; }
@@ -75,7 +82,7 @@ template <class Body>
 __device__ __forceinline__ void for_each_unit(const Job& job, const UnitTable& table, Body&& body) {
   UnitWalk walk;
   Unit unit;
-  walk.start(job.problem, job.cut, table, job.whole_lines);
+  walk.start(job.problem, job.cut, table, job.quota);
   while (walk.next(job.problem, job.cut, table, unit)) body(unit);
 }
 
