@@ -39,6 +39,12 @@ __device__ __forceinline__ void publish_to_bulk_copies() { asm volatile("fence.p
 __device__ __forceinline__ void store_shared_16(uint32_t target, const uint4& value) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
 }
+// Unlike an ordinary load it stays where it is written: many of them, hoisted together, would want a register for each float.
+__device__ __forceinline__ float2 load_shared_pair(uint32_t source) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(source) : "memory");
+  return value;
+}
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 // How long the L2 cache should keep what a bulk load reads.

@@ -2,6 +2,7 @@
 #include <cstdint>
 
 #include "../launch.h"
+#include "aligned_rows.h"
 
 namespace onnx_attn::cuda {
 
@@ -11,13 +12,6 @@ constexpr int64_t kMaxHeadSize = 256;
 constexpr int64_t kMaxLength = int64_t{1} << 29;  // positions are 32-bit in the kernel
 constexpr int64_t kMinBlockRows = 64;
 constexpr int64_t kMaxBlocks = INT32_MAX;
-
-// Rows of 16-bit elements are moved 16 bytes at a time. The stride of an axis with one entry is never used.
-bool rows_are_aligned(const Tensor4& tensor, int64_t batch, int64_t heads, int64_t rows) {
-  const auto aligned = [](int64_t extent, int64_t stride) { return extent <= 1 || stride % 8 == 0; };
-  return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0 && aligned(batch, tensor.batch_stride) && aligned(heads, tensor.head_stride) &&
-         aligned(rows, tensor.row_stride);
-}
 
 }  // namespace
 

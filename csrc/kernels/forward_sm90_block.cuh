@@ -1,8 +1,7 @@
 // forward_sm90_block.cuh: what a thread block of the Hopper forward kernel is made of: tile sizes, shared memory, its pieces of work.
 #pragma once
 
-#include "../device/fragment.cuh"
-#include "../device/ptx_sm90.cuh"
+#include "../device/warpgroup_tile.cuh"
 #include "forward_sm90_params.h"
 
 namespace onnx_attn::forward_sm90_kernel {
@@ -10,9 +9,6 @@ namespace onnx_attn::forward_sm90_kernel {
 using namespace device;
 
 inline constexpr int kMaxSharedBytes = 232448;  // of one block on compute capability 9.0
-inline constexpr int kWarpgroupRows = 64;
-inline constexpr int kWarpgroupThreads = 128;
-inline constexpr int kPanelBytes = 128;  // a row of a panel: 64 columns
 
 enum NamedBarrier { kWholeBlock, kFirstWarpgroup };  // and one for each further warpgroup that computes
 

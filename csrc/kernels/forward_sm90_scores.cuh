@@ -8,9 +8,6 @@ namespace onnx_attn::forward_sm90_kernel {
 
 inline constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-template <class Shape>
-using Scores = Accumulator<1, Shape::kKeys / 8>;
-
 // Which keys of a tile the two rows of a lane can see, less the lane's part of a column: the first row sees [begin, end), the
 // second 8 more on both sides, and neither a key outside of [first_key, key_end).
 struct KeyLimits {

@@ -1,0 +1,278 @@
+// forward_short.cuh: attention forward for Hopper where a whole head fits into shared memory: a thread block is a head.
+//
+// It asks for Q, K and V at once. Each of its warpgroups computes 64 query rows after another: the scores of a tile of keys are one
+// product, stay in registers, become weights and meet V; output leaves through the place of Q. Nothing of it is pipelined. The
+// heads that share a multiprocessor are at different points of their work, and hide each other's copies, exponentials and stores.
+#pragma once
+
+#include "../device/masking.cuh"
+#include "../device/softmax.cuh"
+#include "../device/warpgroup_tile.cuh"
+#include "../device/work.cuh"
+#include "forward_short_params.h"
+
+namespace onnx_attn::forward_short_kernel {
+
+using namespace device;
+static_assert(kBlockRows == kWarpgroupRows);
+
+inline constexpr double kLog2e = 1.4426950408889634;
+inline constexpr float kLn2 = 0.6931471805599453f;
+
+template <int kHeadSize_>
+struct TileShape {
+  static constexpr int kHeadSize = kHeadSize_;
+  static constexpr int kValueSize = kHeadSize_;
+  static constexpr int kKeys = tile_keys(kHeadSize);
+  static constexpr int kRows = kWarpgroupRows;
+  static constexpr int kPanels = kHeadSize / 64;
+  static_assert(kHeadSize % 64 == 0);
+};
+
+template <class Element>
+__device__ __forceinline__ Element* head_rows(const Tensor4& tensor, int batch, int head) {
+  return static_cast<Element*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride;
+}
+
+// Starts copying rows of a head, 64 of them by each warpgroup in turn, into blocks of kRows rows; rows at or past `end` are not read
+// and become zeros.
+template <int kPanels, int kRows, class Element>
+__device__ __forceinline__ void load_rows(uint32_t target, const Element* source, int64_t row_stride, int first, int last, int end,
+                                          int columns) {
+  constexpr int kChunks = 8, kStep = kWarpgroupThreads / kChunks;  // chunks of 8 elements, in a panel
+  const int thread = threadIdx.x % kWarpgroupThreads, chunk = thread % kChunks, thread_row = thread / kChunks;
+  target += thread_row * kPanelBytes + (chunk ^ thread_row % 8) * 16;
+  source += chunk * 8;
+#pragma unroll 1
+  for (int row = first + threadIdx.x / kWarpgroupThreads * kWarpgroupRows; row < last; row += blockDim.x / 2) {
+    const uint32_t place = target + (row + row / kRows * ((kPanels - 1) * kRows)) * kPanelBytes;
+    const Element* element = source + (row + thread_row) * row_stride;
+#pragma unroll
+    for (int i = 0; i < kWarpgroupRows; i += kStep, element += kStep * row_stride) {
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        const bool exists = row + thread_row + i < end && panel * 64 + chunk * 8 < columns;
+        copy_async_16(place + (panel * kRows + i) * kPanelBytes, element + panel * 64, exists ? 16 : 0);
+      }
+    }
+  }
+}
+
+// What a tensor mask without a query axis and the key padding add to the scores of a key; -inf excludes it.
+__device__ __forceinline__ float key_addend(const Problem& problem, int batch, int q_head, int key) {
+  const TensorMask& tensor = problem.mask.tensor;
+  const Padding& padding = problem.mask.padding;
+  float addend = 0.0f;
+  if (tensor.kind != TensorMask::Kind::none && key < tensor.columns) {
+    const int64_t element = batch * tensor.batch_stride + q_head * tensor.head_stride + key * tensor.key_stride;
+    if (tensor.kind == TensorMask::Kind::keep) {
+      addend = static_cast<const bool*>(tensor.data)[element] ? 0.0f : -INFINITY;
+    } else {
+      with_float_type(tensor.dtype, [&](auto type) { addend = bias_as_float(static_cast<const decltype(type)*>(tensor.data)[element]); });
+    }
+  }
+  if (padding.kind != Padding::Kind::none) {
+    with_integer_type(padding.dtype, [&](auto type) {
+      const auto* data = static_cast<const decltype(type)*>(padding.data) + batch * padding.batch_stride;
+      const bool is_kept = padding.kind == Padding::Kind::lengths ? key < static_cast<int64_t>(*data)
+                                                                  : key < padding.columns && data[key * padding.key_stride] > 0;
+      if (!is_kept) addend += padding.filter;
+    });
+  }
+  return addend;
+}
+
+// score * scale + addend. A select: the score of an excluded key may be NaN.
+template <class Shape>
+__device__ __forceinline__ void add_key_row(Scores<Shape>& scores, uint32_t key_row, float scale) {
+  key_row += fragment_column() * 4;
+#pragma unroll
+  for (int j = 0; j < Shape::kKeys / 8; ++j) {
+    const float2 addend = load_shared_pair(key_row + 32 * j);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float* score = &scores.value[0][j][2 * row];
+      score[0] = fmaf(score[0], scale, addend.x);
+      score[1] = fmaf(score[1], scale, addend.y);
+      if (addend.x == -INFINITY) score[0] = -INFINITY;
+      if (addend.y == -INFINITY) score[1] = -INFINITY;
+    }
+  }
+}
+
+// The same value, of which ptxas then knows that all lanes have it: it may live in a uniform register.
+__device__ __forceinline__ int uniform(int value) { return __reduce_max_sync(~0u, value); }
+
+// Which keys the rows of a head can see: row i sees [begin + i, end + i), and none from key_end on.
+struct KeyLimits {
+  int begin, end, key_end;
+
+  __device__ __forceinline__ KeyLimits(const ForwardParams& params, int batch) {
+    const Mask& mask = params.problem.mask;
+    const int length = static_cast<int>(mask.lengths.at(batch, params.problem.kv_len));
+    const int offset = mask.offset_follows_length ? length - static_cast<int>(params.problem.q_len) : 0;
+    begin = uniform(params.begin + offset);
+    end = uniform(params.end + offset);
+    key_end = uniform(min(length, params.columns));
+  }
+
+  // See TileRange.
+  template <int kKeys>
+  __device__ __forceinline__ TileRange visited(int first_row, int end_row) const {
+    const int first = max(0, begin + first_row), last = visible_end(end_row);
+    if (first >= last) return TileRange{0, 0, 0, 0};
+    const int whole_begin = max(0, begin + end_row - 1), whole_end = max(0, min(key_end, end + first_row));
+    return TileRange{first / kKeys, (whole_begin + kKeys - 1) / kKeys, whole_end / kKeys, (last + kKeys - 1) / kKeys};
+  }
+  __device__ __forceinline__ int visible_end(int end_row) const { return max(0, min(key_end, end + end_row - 1)); }
+
+  // A select: such a score may be NaN. `row`: of the warp, in the head. `tile_key`: the first key of the tile.
+  template <class Shape>
+  __device__ __forceinline__ void exclude_others(Scores<Shape>& scores, int row, int tile_key) const {
+    const int column = tile_key + fragment_column();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int first = begin + row + fragment_row(r) - column, last = min(end + row + fragment_row(r), key_end) - column;
+#pragma unroll
+      for (int j = 0; j < Shape::kKeys / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (8 * j + e < first || 8 * j + e >= last) scores.value[0][j][2 * r + e] = -INFINITY;
+        }
+      }
+    }
+  }
+};
+
+// Scores become weights. Where something was added the difference from the maximum is taken first: a whole row may be so far from 0 that
+// the rounding of its reference, or an overflow, would decide all weights.
+template <bool kHasKeyRow, class Scores>
+__device__ __forceinline__ void weigh(Scores& scores, RunningSoftmax<2>& softmax, float unit, bool has_addend) {
+  float base[2] = {0.0f, 0.0f}, reference[2] = {softmax.reference(0, unit), softmax.reference(1, unit)};
+  if constexpr (kHasKeyRow) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      if (has_addend) base[row] = softmax.row_max[row] == -INFINITY ? 0.0f : softmax.row_max[row];
+      if (has_addend) reference[row] = 0.0f;
+    }
+    scores.for_each([&](float& score, int row, int) { score -= base[row]; });
+  }
+  scores.for_each([&](float& score, int row, int) { score = softmax.weight(score, row, unit, reference[row]); });
+}
+
+// A warp's rows, from the place where stage_output left them.
+template <class Element, class Shape>
+__device__ __forceinline__ void store_rows(const uint8_t* place, Element* target, int64_t row_stride, int rows, int columns) {
+  constexpr int kChunks = 8, kStep = 32 / kChunks;
+  const int lane = static_cast<int>(forget_origin(lane_index())), chunk = lane % kChunks,
+            first_row = threadIdx.x % kWarpgroupThreads / 32 * 16 + lane / kChunks;
+#pragma unroll
+  for (int panel = 0; panel < Shape::kPanels; ++panel) {
+    if (panel * 64 + chunk * 8 >= columns) return;
+#pragma unroll
+    for (int row = first_row; row < first_row + 16; row += kStep) {
+      const uint4 packed = *reinterpret_cast<const uint4*>(place + (panel * Shape::kRows + row) * kPanelBytes + (chunk ^ row % 8) * 16);
+      if (row < rows) *reinterpret_cast<uint4*>(target + row * row_stride + panel * 64 + chunk * 8) = packed;
+    }
+  }
+}
+
+// kHasKeyRow: there is a tensor mask, or padding, or a scale that no exponent can hold.
+template <class Element, class Shape, bool kHasKeyRow>
+__global__ void __launch_bounds__(kMostWarpgroups* kWarpgroupThreads, 1) forward(const __grid_constant__ ForwardParams params) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  const Problem& problem = params.problem;
+  const SharedLayout layout{Shape::kHeadSize, params.layout.row_blocks, params.layout.tiles};
+  const uint32_t shared = shared_address(shared_bytes), keys = shared + layout.keys(), values = shared + layout.values();
+  float* key_row = reinterpret_cast<float*>(shared_bytes + layout.key_row());
+
+  const int batch = blockIdx.z, kv_head = blockIdx.y, q_head = kv_head * gridDim.x + blockIdx.x;
+  const int q_len = static_cast<int>(problem.q_len);
+  load_rows<Shape::kPanels, Shape::kRows>(shared, head_rows<const Element>(problem.q, batch, q_head), problem.q.row_stride, 0,
+                                          layout.row_blocks * Shape::kRows, q_len, static_cast<int>(problem.head_size));
+
+  const KeyLimits limits(params, batch);
+  const TileRange loaded = limits.visited<Shape::kKeys>(0, q_len);
+  const int visible_end = limits.visible_end(q_len);  // rows of K and V from here on may hold NaN
+  const auto load_tiles = [&](uint32_t target, const Tensor4& tensor, int64_t columns) {
+    load_rows<Shape::kPanels, Shape::kKeys>(target, head_rows<const Element>(tensor, batch, kv_head), tensor.row_stride,
+                                            loaded.begin * Shape::kKeys, loaded.end * Shape::kKeys, visible_end, static_cast<int>(columns));
+    copy_async_commit();
+  };
+  load_tiles(keys, problem.k, problem.head_size);
+  load_tiles(values, problem.v, problem.v_head_size);
+
+  bool has_addend = false;
+  if constexpr (kHasKeyRow) {
+#pragma unroll 1
+    for (int key = threadIdx.x; key < layout.tiles * Shape::kKeys; key += blockDim.x) {
+      const float addend = key < visible_end ? key_addend(problem, batch, q_head, key) : 0.0f;
+      key_row[key] = addend;
+      has_addend |= addend != 0.0f;
+    }
+  }
+  copy_async_wait<1>();
+  publish_to_bulk_copies();
+  if constexpr (kHasKeyRow) {
+    has_addend = __syncthreads_or(has_addend || params.must_scale);  // an entry of which every key is kept costs nothing more
+  } else {
+    __syncthreads();
+  }
+  bool has_values = false;
+  const auto wait_for_values = [&] {
+    if (has_values) return;
+    copy_async_wait<0>();
+    publish_to_bulk_copies();
+    __syncthreads();
+    has_values = true;
+  };
+
+  const float unit = has_addend ? static_cast<float>(kLog2e) : params.raw_unit;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);  // the shuffle tells ptxas that it is uniform
+  const int warp_row = threadIdx.x % kWarpgroupThreads / 32 * 16;
+#pragma unroll 1
+  for (int row_block = warpgroup; row_block < layout.row_blocks; row_block += blockDim.x / kWarpgroupThreads) {
+    const int first_row = row_block * Shape::kRows, rows = q_len - first_row;  // that are left
+    const uint32_t queries = shared + row_block * layout.query_bytes();
+    const TileRange tiles = limits.template visited<Shape::kKeys>(first_row, min(first_row + Shape::kRows, q_len));
+    RunningSoftmax<2> softmax;
+    Output<Shape> output;
+#pragma unroll 1
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+      Scores<Shape> scores;
+      start_scores<Element, Shape>(scores, queries, keys + tile * layout.tile_bytes());
+      products_wait<0>();
+      if (kHasKeyRow && has_addend) add_key_row<Shape>(scores, shared + layout.key_row() + tile * Shape::kKeys * 4, params.scale);
+      if (!tiles.is_whole(tile)) limits.template exclude_others<Shape>(scores, first_row + warp_row, tile * Shape::kKeys);
+      float correction[2];
+      const bool must_correct = softmax.advance(scores, unit, correction) && tile > tiles.begin;
+      weigh<kHasKeyRow>(scores, softmax, unit, has_addend);
+      Weights<Element, Shape> weights;
+      weights.pack(scores);
+      wait_for_values();
+      if (must_correct) output.for_each([&](float& value, int row, int) { value *= correction[row]; });
+      start_output<Element, Shape>(output, weights, values + tile * layout.tile_bytes(), tile > tiles.begin);
+      products_wait<0>();
+    }
+    wait_for_values();
+
+    softmax.finish();
+    const int y_batch = static_cast<int>(forget_origin(batch)), y_head = static_cast<int>(forget_origin(q_head));  // see forget_origin
+    if (problem.lse && lane_index() % 4 == 0) {
+      float* head = problem.lse + (int64_t{y_batch} * problem.q_heads + y_head) * problem.q_len + first_row + warp_row;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float value = fmaf(softmax.row_max[r], unit * kLn2, log2f(softmax.row_sum[r]) * kLn2);
+        if (warp_row + fragment_row(r) < rows) head[fragment_row(r)] = softmax.is_empty(r) ? -INFINITY : value;
+      }
+    }
+    const float inverse[2] = {softmax.inverse_sum(0), softmax.inverse_sum(1)};
+    stage_output<Element, Shape>(output, inverse, queries);
+    __syncwarp();
+    store_rows<Element, Shape>(shared_bytes + row_block * layout.query_bytes(),
+                               head_rows<Element>(problem.y, y_batch, y_head) + first_row * problem.y.row_stride, problem.y.row_stride,
+                               rows, static_cast<int>(problem.v_head_size));
+  }
+}
+
+}  // namespace onnx_attn::forward_short_kernel

@@ -1,0 +1,71 @@
+// forward_short_limits.cpp: which problems the forward kernel for short sequences can run, and why not the others.
+#include "forward_short_limits.h"
+
+#include <algorithm>
+
+#include "../launch.h"
+#include "aligned_rows.h"
+
+namespace onnx_attn::forward_short_kernel {
+
+SharedLayout choose_layout(const Problem& problem) {
+  const auto blocks = [](int64_t rows, int64_t size) { return static_cast<int>((rows + size - 1) / size); };
+  const int head_size = std::max(problem.head_size, problem.v_head_size) <= 64 ? 64 : 128;
+  return SharedLayout{head_size, blocks(problem.q_len, kBlockRows), blocks(problem.kv_len, tile_keys(head_size))};
+}
+
+int choose_warpgroups(const Problem& problem, int sm_count) {
+  const SharedLayout layout = choose_layout(problem);
+  const int64_t heads = problem.batch * problem.q_heads;
+  const int64_t sharing = std::min<int64_t>((heads + sm_count - 1) / sm_count, kMultiprocessorBytes / (layout.bytes() + kBlockOwnBytes));
+  return static_cast<int>(std::clamp<int64_t>(kMostWarpgroups / std::max<int64_t>(1, sharing), 1, layout.row_blocks));
+}
+
+}  // namespace onnx_attn::forward_short_kernel
+
+namespace onnx_attn::cuda {
+
+namespace {
+
+// Beyond this, heads that are computed in a pipeline should win; not measured.
+constexpr int64_t kMaxLength = 256, kMaxHeadSize = 128;
+constexpr int64_t kMaxGrid = 65535;  // in the two axes that are not the first
+
+const char* mask_refusal(const Problem& problem) {
+  const TensorMask& mask = problem.mask.tensor;
+  const Padding& padding = problem.mask.padding;
+  if (mask.kind != TensorMask::Kind::none && mask.query_stride != 0 && problem.q_len > 1) return "the mask has a query axis";
+  if (padding.kind == Padding::Kind::keep && padding.query_stride != 0 && problem.q_len > 1) return "the key padding mask has a query axis";
+  return nullptr;
+}
+
+}  // namespace
+
+const char* forward_short_refusal(const Problem& problem) {
+  using namespace forward_short_kernel;
+  if (problem.dtype != DType::f16 && problem.dtype != DType::bf16) return "Q is neither float16 nor bfloat16";
+  if (problem.v_dtype != problem.dtype) return "V has another type than Q";
+  if (problem.compute != DType::f32) return "softmax in float64 was asked for";
+  if (problem.score_mode != ScoreMode::none) return "a scores output was asked for";
+  if (problem.softcap != 0) return "softcap was asked for";
+  if (problem.beams.index) return "the cache is read through a beam index";
+  if (problem.append.active) return "new rows have not been appended yet";
+  if (problem.q_bias || problem.k_bias || problem.v_bias) return "there are projection biases";
+  if (problem.head_size > kMaxHeadSize || problem.v_head_size > kMaxHeadSize) return "a head size is above 128";
+  if (problem.head_size % 8 != 0 || problem.v_head_size % 8 != 0) return "a head size is not a multiple of 8";
+  if (problem.v_head_size < 1) return "V has no columns";
+  if (problem.q_len > kMaxLength) return "there are more than 256 queries";
+  if (problem.kv_len > kMaxLength) return "there are more than 256 keys";
+  if (problem.kv_len < 1) return "there are no keys";
+  if (problem.batch > kMaxGrid || problem.kv_heads > kMaxGrid) return "there are more than 65535 batch entries or K/V heads";
+  // Alone on a multiprocessor a head would have nothing to hide its copies behind.
+  if (2 * (choose_layout(problem).bytes() + kBlockOwnBytes) > kMultiprocessorBytes) return "two heads do not fit into shared memory";
+  const int64_t batch = problem.batch;
+  if (!rows_are_aligned(problem.q, batch, problem.q_heads, problem.q_len)) return "rows of Q are not 16-byte aligned";
+  if (!rows_are_aligned(problem.y, batch, problem.q_heads, problem.q_len)) return "rows of Y are not 16-byte aligned";
+  if (!rows_are_aligned(problem.k, batch, problem.kv_heads, problem.kv_len)) return "rows of K are not 16-byte aligned";
+  if (!rows_are_aligned(problem.v, batch, problem.kv_heads, problem.kv_len)) return "rows of V are not 16-byte aligned";
+  return mask_refusal(problem);
+}
+
+}  // namespace onnx_attn::cuda

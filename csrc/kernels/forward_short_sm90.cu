@@ -1,0 +1,74 @@
+// forward_short_sm90.cu: entry of the forward kernel for short sequences: what the kernel is told, and which instantiation runs.
+#include <algorithm>
+
+#include "../launch.h"
+#include "forward_short.cuh"
+#include "shared_memory_limit.h"
+
+namespace onnx_attn::forward_short_kernel {
+
+namespace {
+
+constexpr float kMinUnit = 1e-6f;
+
+ForwardParams make_params(const Problem& problem) {
+  const Mask& mask = problem.mask;
+  const auto near = [](int64_t key) { return static_cast<int>(std::clamp<int64_t>(key, -kFar, kFar)); };
+  ForwardParams params;
+  params.problem = problem;
+  params.layout = choose_layout(problem);
+  params.scale = static_cast<float>(problem.scale);
+  params.raw_unit = static_cast<float>(problem.scale * kLog2e);
+  params.must_scale = !(params.raw_unit >= kMinUnit && params.raw_unit <= 1);  // 0 included: it would make NaN of excluded scores
+  params.columns = near(mask.tensor.kind == TensorMask::Kind::none ? problem.kv_len : mask.tensor.columns);
+  constexpr int64_t kFurthest = int64_t{1} << 60;  // sums of a few do not overflow
+  const int64_t offset = mask.offset_follows_length ? 0 : std::clamp(mask.offset, -kFurthest, kFurthest);
+  if (mask.left >= 0) params.begin = near(offset - std::min(mask.left, kFurthest));
+  if (mask.right >= 0) params.end = near(offset + std::min(mask.right, kFurthest) + 1);
+  return params;
+}
+
+template <class Element, int kHeadSize, bool kHasKeyRow>
+cudaError_t launch(const ForwardParams& params, int warpgroups, cudaStream_t stream) {
+  constexpr auto kernel = forward<Element, TileShape<kHeadSize>, kHasKeyRow>;
+  constexpr int kMostBytes = kMultiprocessorBytes / 2 - kBlockOwnBytes;
+  const cudaError_t error = allow_shared_memory<kernel>(kMostBytes);
+  if (error != cudaSuccess) return error;
+  const Problem& problem = params.problem;
+  const dim3 grid(static_cast<unsigned>(problem.q_heads / problem.kv_heads), static_cast<unsigned>(problem.kv_heads),
+                  static_cast<unsigned>(problem.batch));
+  kernel<<<grid, warpgroups * kWarpgroupThreads, params.layout.bytes(), stream>>>(params);
+  return cudaGetLastError();
+}
+
+template <class Element>
+cudaError_t launch_by_work(const ForwardParams& params, int warpgroups, cudaStream_t stream) {
+  const Mask& mask = params.problem.mask;
+  const bool has_key_row = mask.tensor.kind != TensorMask::Kind::none || mask.padding.kind != Padding::Kind::none || params.must_scale;
+  if (params.layout.head_size == 64) {
+    return has_key_row ? launch<Element, 64, true>(params, warpgroups, stream) : launch<Element, 64, false>(params, warpgroups, stream);
+  }
+  return has_key_row ? launch<Element, 128, true>(params, warpgroups, stream) : launch<Element, 128, false>(params, warpgroups, stream);
+}
+
+}  // namespace
+
+}  // namespace onnx_attn::forward_short_kernel
+
+namespace onnx_attn::cuda {
+
+int forward_short(const Problem& problem, const Plan&, void* stream) {
+  using namespace forward_short_kernel;
+  int index = 0;
+  Device device;
+  int error = cudaGetDevice(&index);
+  if (error == cudaSuccess) error = query_device(index, &device);
+  if (error != cudaSuccess) return error;
+  const ForwardParams params = make_params(problem);
+  const int warpgroups = choose_warpgroups(problem, device.sm_count);
+  const cudaStream_t on = static_cast<cudaStream_t>(stream);
+  return problem.dtype == DType::f16 ? launch_by_work<__half>(params, warpgroups, on)
+                                     : launch_by_work<__nv_bfloat16>(params, warpgroups, on);
+}
+
+}  // namespace onnx_attn::cuda
