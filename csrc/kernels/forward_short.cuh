@@ -1,8 +1,9 @@
-// forward_short.cuh: attention forward for Hopper where a whole head fits into shared memory: a thread block is a head.
+// forward_short.cuh: attention forward for Hopper where whole heads fit into shared memory.
 //
-// It asks for Q, K and V at once. Each of its warpgroups computes 64 query rows after another: the scores of a tile of keys are one
-// product, stay in registers, become weights and meet V; output leaves through the place of Q. Nothing of it is pipelined. The
-// heads that share a multiprocessor are at different points of their work, and hide each other's copies, exponentials and stores.
+// A thread block asks for Q, K and V of all of its heads at once, the first one first. Its warpgroups compute 64 query rows of a head at
+// a time, in turn: the scores of a tile of keys are one product, stay in registers, become weights and meet V; output leaves through
+// the place of Q. Nothing of it is pipelined: the warpgroups of a multiprocessor are at different points of their work, and hide each
+// other's copies, exponentials and stores.
 #pragma once
 
 #include "../device/masking.cuh"
@@ -34,29 +35,36 @@ __device__ __forceinline__ Element* head_rows(const Tensor4& tensor, int batch, 
   return static_cast<Element*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride;
 }
 
-// Starts copying rows of a head, 64 of them by each warpgroup in turn, into blocks of kRows rows; rows at or past `end` are not read
-// and become zeros.
-template <int kPanels, int kRows, class Element>
-__device__ __forceinline__ void load_rows(uint32_t target, const Element* source, int64_t row_stride, int first, int last, int end,
-                                          int columns) {
-  constexpr int kChunks = 8, kStep = kWarpgroupThreads / kChunks;  // chunks of 8 elements, in a panel
-  const int thread = threadIdx.x % kWarpgroupThreads, chunk = thread % kChunks, thread_row = thread / kChunks;
-  target += thread_row * kPanelBytes + (chunk ^ thread_row % 8) * 16;
-  source += chunk * 8;
+// Whose turn it is to copy the next 64 rows.
+struct CopyTurn {
+  int warpgroups, warpgroup, next = 0;
+
+  // Starts copying 64 rows after another into blocks of kRows rows; rows at or past `end` are not read and become zeros.
+  template <int kPanels, int kRows, class Element>
+  __device__ __forceinline__ void copy_rows(uint32_t target, const Element* source, int64_t row_stride, int first, int last, int end,
+                                            int columns) {
+    constexpr int kChunks = 8, kStep = kWarpgroupThreads / kChunks;  // chunks of 8 elements, in a panel
+    const int thread = threadIdx.x % kWarpgroupThreads, chunk = thread % kChunks, thread_row = thread / kChunks;
+    target += thread_row * kPanelBytes + (chunk ^ thread_row % 8) * 16;
+    source += chunk * 8;
 #pragma unroll 1
-  for (int row = first + threadIdx.x / kWarpgroupThreads * kWarpgroupRows; row < last; row += blockDim.x / 2) {
-    const uint32_t place = target + (row + row / kRows * ((kPanels - 1) * kRows)) * kPanelBytes;
-    const Element* element = source + (row + thread_row) * row_stride;
+    for (int row = first; row < last; row += kWarpgroupRows) {
+      const bool is_mine = next == warpgroup;
+      next = next + 1 == warpgroups ? 0 : next + 1;
+      if (!is_mine) continue;
+      const uint32_t place = target + (row + row / kRows * ((kPanels - 1) * kRows)) * kPanelBytes;
+      const Element* element = source + (row + thread_row) * row_stride;
 #pragma unroll
-    for (int i = 0; i < kWarpgroupRows; i += kStep, element += kStep * row_stride) {
+      for (int i = 0; i < kWarpgroupRows; i += kStep, element += kStep * row_stride) {
 #pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-        const bool exists = row + thread_row + i < end && panel * 64 + chunk * 8 < columns;
-        copy_async_16(place + (panel * kRows + i) * kPanelBytes, element + panel * 64, exists ? 16 : 0);
+        for (int panel = 0; panel < kPanels; ++panel) {
+          const bool exists = row + thread_row + i < end && panel * 64 + chunk * 8 < columns;
+          copy_async_16(place + (panel * kRows + i) * kPanelBytes, element + panel * 64, exists ? 16 : 0);
+        }
       }
     }
   }
-}
+};
 
 // What a tensor mask without a query axis and the key padding add to the scores of a key; -inf excludes it.
 __device__ __forceinline__ float key_addend(const Problem& problem, int batch, int q_head, int key) {
@@ -107,13 +115,14 @@ __device__ __forceinline__ int uniform(int value) { return __reduce_max_sync(~0u
 struct KeyLimits {
   int begin, end, key_end;
 
-  __device__ __forceinline__ KeyLimits(const ForwardParams& params, int batch) {
+  __device__ __forceinline__ KeyLimits(int begin, int end, int key_end)
+      : begin(uniform(begin)), end(uniform(end)), key_end(uniform(key_end)) {}
+
+  __device__ static __forceinline__ KeyLimits of_batch(const ForwardParams& params, int batch) {
     const Mask& mask = params.problem.mask;
     const int length = static_cast<int>(mask.lengths.at(batch, params.problem.kv_len));
     const int offset = mask.offset_follows_length ? length - static_cast<int>(params.problem.q_len) : 0;
-    begin = uniform(params.begin + offset);
-    end = uniform(params.end + offset);
-    key_end = uniform(min(length, params.columns));
+    return KeyLimits(params.begin + offset, params.end + offset, min(length, params.columns));
   }
 
   // See TileRange.
@@ -164,114 +173,144 @@ __device__ __forceinline__ void weigh(Scores& scores, RunningSoftmax<2>& softmax
 template <class Element, class Shape>
 __device__ __forceinline__ void store_rows(const uint8_t* place, Element* target, int64_t row_stride, int rows, int columns) {
   constexpr int kChunks = 8, kStep = 32 / kChunks;
-  const int lane = static_cast<int>(forget_origin(lane_index())), chunk = lane % kChunks,
-            first_row = threadIdx.x % kWarpgroupThreads / 32 * 16 + lane / kChunks;
+  const int lane = static_cast<int>(forget_origin(lane_index())), chunk = lane % kChunks;
+  const int first_row = threadIdx.x % kWarpgroupThreads / 32 * 16 + lane / kChunks;
+  target += first_row * row_stride + chunk * 8;
 #pragma unroll
-  for (int panel = 0; panel < Shape::kPanels; ++panel) {
-    if (panel * 64 + chunk * 8 >= columns) return;
+  for (int i = 0; i < 16; i += kStep, target += kStep * row_stride) {
+    const int row = first_row + i;
 #pragma unroll
-    for (int row = first_row; row < first_row + 16; row += kStep) {
+    for (int panel = 0; panel < Shape::kPanels; ++panel) {
       const uint4 packed = *reinterpret_cast<const uint4*>(place + (panel * Shape::kRows + row) * kPanelBytes + (chunk ^ row % 8) * 16);
-      if (row < rows) *reinterpret_cast<uint4*>(target + row * row_stride + panel * 64 + chunk * 8) = packed;
+      if (row < rows && panel * 64 + chunk * 8 < columns) *reinterpret_cast<uint4*>(target + panel * 64) = packed;
     }
   }
 }
+
+// A head of a thread block, in shared memory.
+struct HeadWork {
+  uint64_t keys_full, values_full;  // barriers: Q and K are there; V is
+  int batch, q_head;
+  int begin, end, key_end;  // of KeyLimits
+  int has_addend;           // something has to be added to the scores of a key, or they have to be scaled
+};
+static_assert(kMostHeads * sizeof(HeadWork) <= kControlBytes);
 
 // kHasKeyRow: there is a tensor mask, or padding, or a scale that no exponent can hold.
 template <class Element, class Shape, bool kHasKeyRow>
 __global__ void __launch_bounds__(kMostWarpgroups* kWarpgroupThreads, 1) forward(const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const Problem& problem = params.problem;
-  const SharedLayout layout{Shape::kHeadSize, params.layout.row_blocks, params.layout.tiles};
-  const uint32_t shared = shared_address(shared_bytes), keys = shared + layout.keys(), values = shared + layout.values();
-  float* key_row = reinterpret_cast<float*>(shared_bytes + layout.key_row());
-
-  const int batch = blockIdx.z, kv_head = blockIdx.y, q_head = kv_head * gridDim.x + blockIdx.x;
+  const HeadLayout layout{Shape::kHeadSize, params.plan.layout.row_blocks, params.plan.layout.tiles};
+  HeadWork* work = reinterpret_cast<HeadWork*>(shared_bytes + params.plan.heads * layout.bytes());
+  const int first_head = blockIdx.x * params.plan.heads, heads = min(params.plan.heads, params.heads - first_head);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);  // the shuffle tells ptxas that it is uniform
   const int q_len = static_cast<int>(problem.q_len);
-  load_rows<Shape::kPanels, Shape::kRows>(shared, head_rows<const Element>(problem.q, batch, q_head), problem.q.row_stride, 0,
-                                          layout.row_blocks * Shape::kRows, q_len, static_cast<int>(problem.head_size));
 
-  const KeyLimits limits(params, batch);
-  const TileRange loaded = limits.visited<Shape::kKeys>(0, q_len);
-  const int visible_end = limits.visible_end(q_len);  // rows of K and V from here on may hold NaN
-  const auto load_tiles = [&](uint32_t target, const Tensor4& tensor, int64_t columns) {
-    load_rows<Shape::kPanels, Shape::kKeys>(target, head_rows<const Element>(tensor, batch, kv_head), tensor.row_stride,
-                                            loaded.begin * Shape::kKeys, loaded.end * Shape::kKeys, visible_end, static_cast<int>(columns));
-    copy_async_commit();
-  };
-  load_tiles(keys, problem.k, problem.head_size);
-  load_tiles(values, problem.v, problem.v_head_size);
-
-  bool has_addend = false;
-  if constexpr (kHasKeyRow) {
+  if (threadIdx.x < heads) {
+    barrier_init(shared_address(&work[threadIdx.x].keys_full), blockDim.x);
+    barrier_init(shared_address(&work[threadIdx.x].values_full), blockDim.x);
+    publish_barriers_to_copies();
+  }
+  CopyTurn turn{params.plan.warpgroups, warpgroup};
 #pragma unroll 1
-    for (int key = threadIdx.x; key < layout.tiles * Shape::kKeys; key += blockDim.x) {
-      const float addend = key < visible_end ? key_addend(problem, batch, q_head, key) : 0.0f;
-      key_row[key] = addend;
-      has_addend |= addend != 0.0f;
+  for (int i = 0; i < heads; ++i) {
+    const int batch = params.q_heads.divide(first_head + i), q_head = first_head + i - batch * static_cast<int>(problem.q_heads);
+    const int kv_head = params.group.divide(q_head);
+    const uint32_t place = shared_address(shared_bytes) + i * layout.bytes();
+    turn.copy_rows<Shape::kPanels, Shape::kRows>(place, head_rows<const Element>(problem.q, batch, q_head), problem.q.row_stride, 0,
+                                                 layout.row_blocks * Shape::kRows, q_len, static_cast<int>(problem.head_size));
+    if (i == 0) __syncthreads();  // the barriers are made
+    const KeyLimits limits = KeyLimits::of_batch(params, batch);
+    const TileRange tiles = limits.visited<Shape::kKeys>(0, q_len);
+    const int visible_end = limits.visible_end(q_len);  // rows of K and V from here on may hold NaN
+    const auto copy_tiles = [&](uint32_t target, const Tensor4& tensor, int64_t columns) {
+      turn.copy_rows<Shape::kPanels, Shape::kKeys>(target, head_rows<const Element>(tensor, batch, kv_head), tensor.row_stride,
+                                                   tiles.begin * Shape::kKeys, tiles.end * Shape::kKeys, visible_end,
+                                                   static_cast<int>(columns));
+    };
+    copy_tiles(place + layout.keys(), problem.k, problem.head_size);
+    barrier_arrive_after_copies(shared_address(&work[i].keys_full));
+    copy_tiles(place + layout.values(), problem.v, problem.v_head_size);
+    barrier_arrive_after_copies(shared_address(&work[i].values_full));
+    if (threadIdx.x == 0) {
+      work[i].batch = batch;
+      work[i].q_head = q_head;
+      work[i].begin = limits.begin;
+      work[i].end = limits.end;
+      work[i].key_end = limits.key_end;
+      work[i].has_addend = params.must_scale;
     }
   }
-  copy_async_wait<1>();
-  publish_to_bulk_copies();
+  __syncthreads();
   if constexpr (kHasKeyRow) {
-    has_addend = __syncthreads_or(has_addend || params.must_scale);  // an entry of which every key is kept costs nothing more
-  } else {
+#pragma unroll 1
+    for (int i = 0; i < heads; ++i) {
+      float* key_row = reinterpret_cast<float*>(shared_bytes + i * layout.bytes() + layout.key_row());
+#pragma unroll 1
+      for (int key = threadIdx.x; key < layout.tiles * Shape::kKeys; key += blockDim.x) {
+        const float addend = key < work[i].key_end ? key_addend(problem, work[i].batch, work[i].q_head, key) : 0.0f;
+        key_row[key] = addend;
+        if (addend != 0.0f) work[i].has_addend = true;
+      }
+    }
     __syncthreads();
   }
-  bool has_values = false;
-  const auto wait_for_values = [&] {
-    if (has_values) return;
-    copy_async_wait<0>();
-    publish_to_bulk_copies();
-    __syncthreads();
-    has_values = true;
-  };
 
-  const float unit = has_addend ? static_cast<float>(kLog2e) : params.raw_unit;
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);  // the shuffle tells ptxas that it is uniform
   const int warp_row = threadIdx.x % kWarpgroupThreads / 32 * 16;
+  int head = 0;
 #pragma unroll 1
-  for (int row_block = warpgroup; row_block < layout.row_blocks; row_block += blockDim.x / kWarpgroupThreads) {
-    const int first_row = row_block * Shape::kRows, rows = q_len - first_row;  // that are left
-    const uint32_t queries = shared + row_block * layout.query_bytes();
-    const TileRange tiles = limits.template visited<Shape::kKeys>(first_row, min(first_row + Shape::kRows, q_len));
+  for (int row_block = warpgroup;; row_block += params.plan.warpgroups) {
+#pragma unroll 1
+    for (; row_block >= layout.row_blocks; row_block -= layout.row_blocks) ++head;
+    if (head >= heads) return;
+    const KeyLimits limits(work[head].begin, work[head].end, work[head].key_end);
+    const bool has_addend = kHasKeyRow && uniform(work[head].has_addend);  // a head of which every key is kept costs nothing more
+    const float unit = has_addend ? static_cast<float>(kLog2e) : params.raw_unit;
+    const int first_row = row_block * Shape::kRows;
+    const uint32_t place = shared_address(shared_bytes) + head * layout.bytes(), queries = place + row_block * layout.query_bytes();
+    const TileRange tiles = limits.visited<Shape::kKeys>(first_row, min(first_row + Shape::kRows, q_len));
+    const auto wait = [](uint64_t& barrier) {
+      barrier_wait(shared_address(&barrier), 0);
+      publish_to_bulk_copies();
+    };
+    wait(work[head].keys_full);
     RunningSoftmax<2> softmax;
     Output<Shape> output;
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       Scores<Shape> scores;
-      start_scores<Element, Shape>(scores, queries, keys + tile * layout.tile_bytes());
+      start_scores<Element, Shape>(scores, queries, place + layout.keys() + tile * layout.tile_bytes());
       products_wait<0>();
-      if (kHasKeyRow && has_addend) add_key_row<Shape>(scores, shared + layout.key_row() + tile * Shape::kKeys * 4, params.scale);
+      if (kHasKeyRow && has_addend) add_key_row<Shape>(scores, place + layout.key_row() + tile * Shape::kKeys * 4, params.scale);
       if (!tiles.is_whole(tile)) limits.template exclude_others<Shape>(scores, first_row + warp_row, tile * Shape::kKeys);
       float correction[2];
       const bool must_correct = softmax.advance(scores, unit, correction) && tile > tiles.begin;
       weigh<kHasKeyRow>(scores, softmax, unit, has_addend);
       Weights<Element, Shape> weights;
       weights.pack(scores);
-      wait_for_values();
       if (must_correct) output.for_each([&](float& value, int row, int) { value *= correction[row]; });
-      start_output<Element, Shape>(output, weights, values + tile * layout.tile_bytes(), tile > tiles.begin);
+      if (tile == tiles.begin) wait(work[head].values_full);
+      start_output<Element, Shape>(output, weights, place + layout.values() + tile * layout.tile_bytes(), tile > tiles.begin);
       products_wait<0>();
     }
-    wait_for_values();
 
     softmax.finish();
-    const int y_batch = static_cast<int>(forget_origin(batch)), y_head = static_cast<int>(forget_origin(q_head));  // see forget_origin
+    const int rows = q_len - first_row, batch = work[head].batch, q_head = work[head].q_head;  // rows that are left
     if (problem.lse && lane_index() % 4 == 0) {
-      float* head = problem.lse + (int64_t{y_batch} * problem.q_heads + y_head) * problem.q_len + first_row + warp_row;
+      float* target = problem.lse + (int64_t{batch} * problem.q_heads + q_head) * problem.q_len + first_row + warp_row;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float value = fmaf(softmax.row_max[r], unit * kLn2, log2f(softmax.row_sum[r]) * kLn2);
-        if (warp_row + fragment_row(r) < rows) head[fragment_row(r)] = softmax.is_empty(r) ? -INFINITY : value;
+        if (warp_row + fragment_row(r) < rows) target[fragment_row(r)] = softmax.is_empty(r) ? -INFINITY : value;
       }
     }
     const float inverse[2] = {softmax.inverse_sum(0), softmax.inverse_sum(1)};
     stage_output<Element, Shape>(output, inverse, queries);
     __syncwarp();
-    store_rows<Element, Shape>(shared_bytes + row_block * layout.query_bytes(),
-                               head_rows<Element>(problem.y, y_batch, y_head) + first_row * problem.y.row_stride, problem.y.row_stride,
-                               rows, static_cast<int>(problem.v_head_size));
+    store_rows<Element, Shape>(shared_bytes + head * layout.bytes() + row_block * layout.query_bytes(),
+                               head_rows<Element>(problem.y, batch, q_head) + first_row * problem.y.row_stride, problem.y.row_stride, rows,
+                               static_cast<int>(problem.v_head_size));
   }
 }
 

@@ -8,17 +8,29 @@
 
 namespace onnx_attn::forward_short_kernel {
 
-SharedLayout choose_layout(const Problem& problem) {
+namespace {
+
+HeadLayout layout_of(const Problem& problem) {
   const auto blocks = [](int64_t rows, int64_t size) { return static_cast<int>((rows + size - 1) / size); };
   const int head_size = std::max(problem.head_size, problem.v_head_size) <= 64 ? 64 : 128;
-  return SharedLayout{head_size, blocks(problem.q_len, kBlockRows), blocks(problem.kv_len, tile_keys(head_size))};
+  return HeadLayout{head_size, blocks(problem.q_len, kBlockRows), blocks(problem.kv_len, tile_keys(head_size))};
 }
 
-int choose_warpgroups(const Problem& problem, int sm_count) {
-  const SharedLayout layout = choose_layout(problem);
-  const int64_t heads = problem.batch * problem.q_heads;
-  const int64_t sharing = std::min<int64_t>((heads + sm_count - 1) / sm_count, kMultiprocessorBytes / (layout.bytes() + kBlockOwnBytes));
-  return static_cast<int>(std::clamp<int64_t>(kMostWarpgroups / std::max<int64_t>(1, sharing), 1, layout.row_blocks));
+// Thread blocks of one head that a multiprocessor has room for.
+int single_heads(const HeadLayout& layout) { return kMultiprocessorBytes / (layout.bytes() + kControlBytes + kBlockOwnBytes); }
+
+}  // namespace
+
+// Where all heads fit into the multiprocessors at once, a thread block has all heads of its multiprocessor: it asks for the first one
+// first, and all warpgroups work on what is there. Else a head is a block, and others begin whenever one ends.
+BlockPlan plan_block(const Problem& problem, int sm_count) {
+  BlockPlan plan{layout_of(problem), 1, 1};
+  const int64_t heads = (problem.batch * problem.q_heads + sm_count - 1) / sm_count;  // of a multiprocessor
+  const bool fits = heads <= kMostHeads && heads * plan.layout.bytes() + kControlBytes <= kMostBytes;
+  if (fits) plan.heads = static_cast<int>(heads);
+  const int64_t sharing = fits ? 1 : std::max(1, single_heads(plan.layout));
+  plan.warpgroups = static_cast<int>(std::clamp<int64_t>(kMostWarpgroups / sharing, 1, plan.heads * plan.layout.row_blocks));
+  return plan;
 }
 
 }  // namespace onnx_attn::forward_short_kernel
@@ -29,7 +41,7 @@ namespace {
 
 // Beyond this, heads that are computed in a pipeline should win; not measured.
 constexpr int64_t kMaxLength = 256, kMaxHeadSize = 128;
-constexpr int64_t kMaxGrid = 65535;  // in the two axes that are not the first
+constexpr int64_t kMaxHeads = INT32_MAX - forward_short_kernel::kMostHeads;
 
 const char* mask_refusal(const Problem& problem) {
   const TensorMask& mask = problem.mask.tensor;
@@ -57,9 +69,9 @@ const char* forward_short_refusal(const Problem& problem) {
   if (problem.q_len > kMaxLength) return "there are more than 256 queries";
   if (problem.kv_len > kMaxLength) return "there are more than 256 keys";
   if (problem.kv_len < 1) return "there are no keys";
-  if (problem.batch > kMaxGrid || problem.kv_heads > kMaxGrid) return "there are more than 65535 batch entries or K/V heads";
+  if (problem.batch * problem.q_heads > kMaxHeads) return "there are more than 2^31 heads";
   // Alone on a multiprocessor a head would have nothing to hide its copies behind.
-  if (2 * (choose_layout(problem).bytes() + kBlockOwnBytes) > kMultiprocessorBytes) return "two heads do not fit into shared memory";
+  if (single_heads(layout_of(problem)) < 2) return "two heads do not fit into shared memory";
   const int64_t batch = problem.batch;
   if (!rows_are_aligned(problem.q, batch, problem.q_heads, problem.q_len)) return "rows of Q are not 16-byte aligned";
   if (!rows_are_aligned(problem.y, batch, problem.q_heads, problem.q_len)) return "rows of Y are not 16-byte aligned";

@@ -11,12 +11,15 @@ namespace {
 
 constexpr float kMinUnit = 1e-6f;
 
-ForwardParams make_params(const Problem& problem) {
+ForwardParams make_params(const Problem& problem, int sm_count) {
   const Mask& mask = problem.mask;
   const auto near = [](int64_t key) { return static_cast<int>(std::clamp<int64_t>(key, -kFar, kFar)); };
   ForwardParams params;
   params.problem = problem;
-  params.layout = choose_layout(problem);
+  params.plan = plan_block(problem, sm_count);
+  params.heads = static_cast<int>(problem.batch * problem.q_heads);
+  params.q_heads = Divisor(problem.q_heads);
+  params.group = Divisor(problem.q_heads / problem.kv_heads);
   params.scale = static_cast<float>(problem.scale);
   params.raw_unit = static_cast<float>(problem.scale * kLog2e);
   params.must_scale = !(params.raw_unit >= kMinUnit && params.raw_unit <= 1);  // 0 included: it would make NaN of excluded scores
@@ -29,26 +32,23 @@ ForwardParams make_params(const Problem& problem) {
 }
 
 template <class Element, int kHeadSize, bool kHasKeyRow>
-cudaError_t launch(const ForwardParams& params, int warpgroups, cudaStream_t stream) {
+cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
   constexpr auto kernel = forward<Element, TileShape<kHeadSize>, kHasKeyRow>;
-  constexpr int kMostBytes = kMultiprocessorBytes / 2 - kBlockOwnBytes;
   const cudaError_t error = allow_shared_memory<kernel>(kMostBytes);
   if (error != cudaSuccess) return error;
-  const Problem& problem = params.problem;
-  const dim3 grid(static_cast<unsigned>(problem.q_heads / problem.kv_heads), static_cast<unsigned>(problem.kv_heads),
-                  static_cast<unsigned>(problem.batch));
-  kernel<<<grid, warpgroups * kWarpgroupThreads, params.layout.bytes(), stream>>>(params);
+  const int blocks = (params.heads + params.plan.heads - 1) / params.plan.heads;
+  kernel<<<blocks, params.plan.warpgroups * kWarpgroupThreads, params.plan.bytes(), stream>>>(params);
   return cudaGetLastError();
 }
 
 template <class Element>
-cudaError_t launch_by_work(const ForwardParams& params, int warpgroups, cudaStream_t stream) {
+cudaError_t launch_by_work(const ForwardParams& params, cudaStream_t stream) {
   const Mask& mask = params.problem.mask;
   const bool has_key_row = mask.tensor.kind != TensorMask::Kind::none || mask.padding.kind != Padding::Kind::none || params.must_scale;
-  if (params.layout.head_size == 64) {
-    return has_key_row ? launch<Element, 64, true>(params, warpgroups, stream) : launch<Element, 64, false>(params, warpgroups, stream);
+  if (params.plan.layout.head_size == 64) {
+    return has_key_row ? launch<Element, 64, true>(params, stream) : launch<Element, 64, false>(params, stream);
   }
-  return has_key_row ? launch<Element, 128, true>(params, warpgroups, stream) : launch<Element, 128, false>(params, warpgroups, stream);
+  return has_key_row ? launch<Element, 128, true>(params, stream) : launch<Element, 128, false>(params, stream);
 }
 
 }  // namespace
@@ -64,11 +64,9 @@ int forward_short(const Problem& problem, const Plan&, void* stream) {
   int error = cudaGetDevice(&index);
   if (error == cudaSuccess) error = query_device(index, &device);
   if (error != cudaSuccess) return error;
-  const ForwardParams params = make_params(problem);
-  const int warpgroups = choose_warpgroups(problem, device.sm_count);
+  const ForwardParams params = make_params(problem, device.sm_count);
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
-  return problem.dtype == DType::f16 ? launch_by_work<__half>(params, warpgroups, on)
-                                     : launch_by_work<__nv_bfloat16>(params, warpgroups, on);
+  return problem.dtype == DType::f16 ? launch_by_work<__half>(params, on) : launch_by_work<__nv_bfloat16>(params, on);
 }
 
 }  // namespace onnx_attn::cuda
