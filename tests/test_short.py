@@ -21,7 +21,7 @@ FEATURES = [
     Case(dtype=HALF, q_len=128, kv_len=128, head_size=64, batch=3, lengths="ragged", lse=True),
     Case(dtype=BRAIN, q_len=100, kv_len=130, head_size=64, batch=5, lengths="ragged", is_causal=True, lse=True),
     Case(dtype=HALF, q_len=65, kv_len=200, head_size=32, left_window_size=20, right_window_size=5, layout="3d"),
-    Case(dtype=HALF, q_len=128, kv_len=128, head_size=64, layout="loose", q_heads=6, kv_heads=3, batch=7),
+    Case(dtype=HALF, q_len=128, kv_len=128, head_size=64, layout="bshd", q_heads=6, kv_heads=3, batch=7),
     Case(dtype=BRAIN, q_len=128, kv_len=128, head_size=96, layout="bshd", v_head_size=72),
     Case(dtype=HALF, q_len=130, kv_len=70, head_size=40, v_head_size=64, past=30, is_causal=True),
     Case(dtype=BRAIN, q_len=128, kv_len=128, head_size=64, scale=0.0, lse=True),

@@ -26,7 +26,7 @@ FUNCTION = re.compile(r"Function : (\S+)")
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)([^;]*);")
 # TileShape<head size, value size, keys, warpgroups, hold exponentials, has mask> and ScoreWork in a mangled name
 SHAPE = re.compile(r"TileShapeILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELb([01])ELb([01])E.*?ScoreWorkE(\d)")
-SHORT_SHAPE = re.compile(r"forward_short_kernel.*?TileShapeILi(\d+)EELb([01])E")  # TileShape<head size>, has a key row
+SHORT_SHAPE = re.compile(r"forward_short_kernel.*?TileShapeILi(\d+)EEELb([01])E")  # TileShape<head size>, has a key row
 
 
 def check_log(log: Path) -> list[str]:
