@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(kMostWarpgroups* kWarpgroupThreads, 1) forward
   for (int row_block = warpgroup;; row_block += params.plan.warpgroups) {
 #pragma unroll 1
     for (; row_block >= layout.row_blocks; row_block -= layout.row_blocks) ++head;
-    if (head >= heads) return;
+    if (head >= heads) break;
     const KeyLimits limits(work[head].begin, work[head].end, work[head].key_end);
     const bool has_addend = kHasKeyRow && uniform(work[head].has_addend);  // a head of which every key is kept costs nothing more
     const float unit = has_addend ? static_cast<float>(kLog2e) : params.raw_unit;
@@ -312,6 +312,8 @@ __global__ void __launch_bounds__(kMostWarpgroups* kWarpgroupThreads, 1) forward
                                head_rows<Element>(problem.y, batch, q_head) + first_row * problem.y.row_stride, problem.y.row_stride, rows,
                                static_cast<int>(problem.v_head_size));
   }
+  copy_async_commit();
+  copy_async_wait<0>();  // no thread leaves before its copies, which others may be waiting for
 }
 
 }  // namespace onnx_attn::forward_short_kernel
