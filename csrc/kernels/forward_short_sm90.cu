@@ -57,13 +57,8 @@ cudaError_t launch_by_work(const ForwardParams& params, cudaStream_t stream) {
 
 namespace onnx_attn::cuda {
 
-int forward_short(const Problem& problem, const Plan&, void* stream) {
+int forward_short(const Problem& problem, const Device& device, void* stream) {
   using namespace forward_short_kernel;
-  int index = 0;
-  Device device;
-  int error = cudaGetDevice(&index);
-  if (error == cudaSuccess) error = query_device(index, &device);
-  if (error != cudaSuccess) return error;
   const ForwardParams params = make_params(problem, device.sm_count);
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
   return problem.dtype == DType::f16 ? launch_by_work<__half>(params, on) : launch_by_work<__nv_bfloat16>(params, on);
