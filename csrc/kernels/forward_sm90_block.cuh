@@ -1,18 +1,13 @@
 // forward_sm90_block.cuh: what a thread block of the Hopper forward kernel is made of: tile sizes, shared memory, its pieces of work.
 #pragma once
 
-#include "../device/fragment.cuh"
-#include "../device/ptx_sm90.cuh"
+#include "../device/warpgroup_tile.cuh"
 #include "forward_sm90_params.h"
+#include "kernel_limits.h"
 
 namespace onnx_attn::forward_sm90_kernel {
 
 using namespace device;
-
-inline constexpr int kMaxSharedBytes = 232448;  // of one block on compute capability 9.0
-inline constexpr int kWarpgroupRows = 64;
-inline constexpr int kWarpgroupThreads = 128;
-inline constexpr int kPanelBytes = 128;  // a row of a panel: 64 columns
 
 enum NamedBarrier { kWholeBlock, kFirstWarpgroup };  // and one for each further warpgroup that computes
 
@@ -48,7 +43,7 @@ struct TileShape {
   static constexpr int kControlBytes = 1024;
 
   static constexpr bool fits(int query_stages, int stages) {
-    return query_stages * kQueryBytes + stages * (kKeyBytes + kValueBytes) + kMaskBytes + kControlBytes <= kMaxSharedBytes;
+    return query_stages * kQueryBytes + stages * (kKeyBytes + kValueBytes) + kMaskBytes + kControlBytes <= kHopperSharedBytes;
   }
   // With room for several Q the next one is loaded early, output, which leaves through Q's place, may do so at leisure, and the
   // first scores of a block are computed beside the last product of the one before.

@@ -10,7 +10,7 @@ namespace onnx_attn::forward_sm90_kernel {
 
 template <class Element, class Shape, ScoreWork kScoreWork>
 cudaError_t launch_shape(ForwardParams params, const LaunchSite& site) {
-  static_assert(sizeof(SharedMemory<Shape>) <= kMaxSharedBytes);
+  static_assert(sizeof(SharedMemory<Shape>) <= kHopperSharedBytes);
   params.order = order_work(params.problem, Shape::kRows);
   params.order.band = site.tuning.band;
   params.is_batch_first = site.tuning.is_batch_first;

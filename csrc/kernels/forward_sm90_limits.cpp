@@ -85,8 +85,7 @@ const char* mask_refusal(const Problem& problem) {
 
 const char* forward_sm90_refusal(const Problem& problem) {
   if (const char* reason = half_forward_refusal(problem)) return reason;
-  if (problem.append.active) return "new rows have not been appended yet";
-  if (problem.q_bias || problem.k_bias || problem.v_bias) return "there are projection biases";
+  if (const char* reason = unfinished_refusal(problem)) return reason;
   if (problem.head_size < 8 || problem.head_size > kMaxHeadSize) return "head_size is not between 8 and 256";
   if (problem.v_head_size < 8 || problem.v_head_size > kMaxHeadSize) return "v_head_size is not between 8 and 256";
   if (problem.head_size % 8 != 0 || problem.v_head_size % 8 != 0) return "a head size is not a multiple of 8";
