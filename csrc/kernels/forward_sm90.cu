@@ -13,7 +13,6 @@ namespace onnx_attn::forward_sm90_kernel {
 namespace {
 
 constexpr double kLog2e = 1.4426950408889634;
-constexpr float kMinUnit = 1e-6f;
 constexpr int64_t kFar = int64_t{1} << 40;  // beyond every key; sums of a few do not overflow
 
 decltype(&cuTensorMapEncodeTiled) find_encoder() {  // in the driver, without linking it
@@ -96,16 +95,16 @@ ForwardParams make_params(const Problem& problem) {
   mask.offset = std::clamp(mask.offset, -kFar, kFar);
   params.mask = choose_mask_tiles(problem);
 
-  const float raw_unit = static_cast<float>(problem.scale * kLog2e);
   ScoreTransform& transform = params.transform;
   transform.unit = static_cast<float>(kLog2e);
   if (problem.softcap != 0) {
     set_cap(transform, problem.softcap, problem.scale / problem.softcap);
-  } else if (mask.tensor.kind == TensorMask::Kind::bias || !(raw_unit >= kMinUnit && raw_unit <= 1)) {  // 0: NaN of excluded scores
+  } else if (scores_stay_raw(problem)) {
+    transform.unit = static_cast<float>(problem.scale * kLog2e);
+    params.score_output.scale = static_cast<float>(problem.scale);
+  } else {
     transform.form = ScoreForm::scaled;
     transform.scale = static_cast<float>(problem.scale);
-  } else {
-    transform.unit = raw_unit;
   }
   transform.filter = static_cast<float>(mask.padding.filter);
   // In raw scores a finite filter may be beyond every float; it stops far from there, and further still from every score.
@@ -131,6 +130,23 @@ constexpr Launcher kLaunchers[] = {
     {256, 256, DType::f16, launch<__half, 256, 256>}, {256, 256, DType::bf16, launch<__nv_bfloat16, 256, 256>},
 };
 
+constexpr Launcher kScoreLaunchers[] = {
+    {64, 64, DType::f16, launch_with_scores<__half, 64>},
+    {64, 64, DType::bf16, launch_with_scores<__nv_bfloat16, 64>},
+    {128, 128, DType::f16, launch_with_scores<__half, 128>},
+    {128, 128, DType::bf16, launch_with_scores<__nv_bfloat16, 128>},
+};
+
+template <int kCount>
+cudaError_t launch_first(const Launcher (&launchers)[kCount], const Problem& problem, const LaunchSite& site) {
+  for (const Launcher& launcher : launchers) {
+    if (launcher.dtype == problem.dtype && launcher.head_size >= problem.head_size && launcher.v_head_size >= problem.v_head_size) {
+      return launcher.launch(make_params(problem), site);
+    }
+  }
+  return cudaErrorInvalidValue;  // forward_sm90_refusal was not asked
+}
+
 }  // namespace
 
 bool make_tensor_maps(ForwardParams& params, const TileSize& tile) {
@@ -146,13 +162,16 @@ bool make_tensor_maps(ForwardParams& params, const TileSize& tile) {
          (params.mask.access != MaskAccess::tiles || make_mask_map(params, tile));
 }
 
+bool make_score_map(ForwardParams& params) {
+  const Problem& problem = params.problem;
+  const auto type = problem.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const int64_t head = problem.q_len * problem.kv_len;
+  const Tensor4 scores{problem.scores, problem.q_heads * head, head, problem.kv_len};
+  return make_map(params.score_output.map, Box{type, 2, 64, 16}, scores, problem.kv_len, problem.q_len, problem.q_heads, problem.batch);
+}
+
 cudaError_t launch_any(const Problem& problem, const LaunchSite& site) {
-  for (const Launcher& launcher : kLaunchers) {
-    if (launcher.dtype == problem.dtype && launcher.head_size >= problem.head_size && launcher.v_head_size >= problem.v_head_size) {
-      return launcher.launch(make_params(problem), site);
-    }
-  }
-  return cudaErrorInvalidValue;  // forward_sm90_refusal was not asked
+  return problem.score_mode == ScoreMode::none ? launch_first(kLaunchers, problem, site) : launch_first(kScoreLaunchers, problem, site);
 }
 
 }  // namespace onnx_attn::forward_sm90_kernel

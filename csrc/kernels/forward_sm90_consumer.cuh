@@ -6,6 +6,7 @@
 #include "../device/wgmma.cuh"
 #include "forward_sm90_block.cuh"
 #include "forward_sm90_mask.cuh"
+#include "forward_sm90_score_output.cuh"
 
 namespace onnx_attn::forward_sm90_kernel {
 
@@ -170,6 +171,7 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
       if (is_edge && kMayBeCapped) KeyLimits(block, row, tile_key).template replace_others<Shape>(scores, 0.0f);
       mask.apply(scores, block, row, tile_key);
       if (is_edge) KeyLimits(block, row, tile_key).template replace_others<Shape>(scores, -INFINITY);
+      if constexpr (Shape::kWritesScores) store_scores<Element, Shape>(scores, shared, params.score_output, block, row, tile_key);
       must_correct = softmax.advance(scores, unit, correction);
       weigh_scores<kScoreWork == ScoreWork::bias || kScoreWork == ScoreWork::masks, Shape>(scores, softmax, unit);
     };
@@ -251,7 +253,10 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
         --masks_to_pass;
       }
     }
-    if (is_last) return;
+    if (is_last) {
+      if constexpr (Shape::kWritesScores) wait_for_scores();
+      return;
+    }
 
     shared.query_ring.wait_full(round);
     if (!is_empty) {

@@ -8,6 +8,13 @@
 
 namespace onnx_attn::forward_sm90_kernel {
 
+bool scores_stay_raw(const Problem& problem) {
+  constexpr double kLog2e = 1.4426950408889634;
+  constexpr float kMinUnit = 1e-6f;
+  const float unit = static_cast<float>(problem.scale * kLog2e);
+  return problem.softcap == 0 && problem.mask.tensor.kind != TensorMask::Kind::bias && unit >= kMinUnit && unit <= 1;
+}
+
 // The choices were measured on an H200 at the shapes named; a chip that is warm from work before is 5 to 10 % slower, so
 // differences below that are not acted upon.
 Tuning choose_tuning(const Problem& problem, int sm_count) {
@@ -82,13 +89,30 @@ const char* mask_refusal(const Problem& problem) {
   return nullptr;
 }
 
+// The scores that leave while Y is made: those that enter the softmax.
+const char* score_output_refusal(const Problem& problem) {
+  const Mask& mask = problem.mask;
+  const ScoreMode mode = problem.score_mode;
+  if (mode == ScoreMode::none) return nullptr;
+  if (mode == ScoreMode::weights) return "softmax weights were asked for, and no sum is known before the last key";
+  if (mask.tensor.kind != TensorMask::Kind::none || mask.padding.kind != Padding::Kind::none) return "scores with a mask were asked for";
+  const bool shows_all = mode == ScoreMode::raw || mode == ScoreMode::capped;
+  if (shows_all && (mask.lengths.data || mask.left >= 0 || mask.right >= 0)) return "scores of keys that no row sees were asked for";
+  if (mode == ScoreMode::mha_logits && mask.right >= 0) return "scores of keys after a row's own were asked for";
+  if (mode == ScoreMode::raw && problem.softcap != 0) return "scores before the softcap were asked for";
+  if (problem.softcap == 0 && !forward_sm90_kernel::scores_stay_raw(problem)) return "scores of an unusual scale were asked for";
+  if (problem.head_size > 128 || problem.v_head_size > 128) return "scores of a head size above 128 were asked for";
+  if (problem.kv_len % 8 != 0 || reinterpret_cast<uintptr_t>(problem.scores) % 16 != 0) return "rows of scores are not 16-byte aligned";
+  return nullptr;
+}
+
 }  // namespace
 
 const char* forward_sm90_refusal(const Problem& problem) {
   if (problem.dtype != DType::f16 && problem.dtype != DType::bf16) return "Q is neither float16 nor bfloat16";
   if (problem.v_dtype != problem.dtype) return "V has another type than Q";
   if (problem.compute != DType::f32) return "softmax in float64 was asked for";
-  if (problem.score_mode != ScoreMode::none) return "a scores output was asked for";
+  if (const char* refusal = score_output_refusal(problem)) return refusal;
   if (problem.beams.index) return "the cache is read through a beam index";
   if (problem.append.active) return "new rows have not been appended yet";
   if (problem.q_bias || problem.k_bias || problem.v_bias) return "there are projection biases";
