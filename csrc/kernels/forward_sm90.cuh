@@ -43,11 +43,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) forward(const __grid_const
     shrink_registers<Shape::kLoaderRegisters>();
     if (threadIdx.x == 0) load_keys_and_values(shared, params);
     if (threadIdx.x == 32) load_queries_and_store_output(shared, params);
-    if (threadIdx.x / 32 == 2) deal_blocks<Shape, kScoreWork>(shared, params);
+    if (threadIdx.x / 32 == 2) deal_blocks<Shape, kScoreWork>(shared, params, [](const RowBlock<Shape>&, int) {});
     if (has_mask(kScoreWork) && threadIdx.x == 96) load_mask_tiles<Shape, kScoreWork>(shared, params);
     if constexpr (Shape::kWritesScores) {
       static_assert(!has_mask(kScoreWork), "the fourth warp has one job");
-      if (threadIdx.x / 32 == 3) fill_invisible_scores<Element, Shape>(shared, params);
+      if (threadIdx.x / 32 == 3) fill_invisible_scores<Element, Shape>(shared, params.problem, -INFINITY);
     }
   } else {
     grow_registers<Shape::kConsumerRegisters>();

@@ -171,7 +171,10 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
       if (is_edge && kMayBeCapped) KeyLimits(block, row, tile_key).template replace_others<Shape>(scores, 0.0f);
       mask.apply(scores, block, row, tile_key);
       if (is_edge) KeyLimits(block, row, tile_key).template replace_others<Shape>(scores, -INFINITY);
-      if constexpr (Shape::kWritesScores) store_scores<Element, Shape>(scores, shared, params.score_output, block, row, tile_key);
+      if constexpr (Shape::kWritesScores) {
+        const ScoreOutput& out = params.score_output;
+        store_scores<Element, Shape, 1>(scores, out.scale, shared_address(shared.scores), out.map, block, row, tile_key);
+      }
       must_correct = softmax.advance(scores, unit, correction);
       weigh_scores<kScoreWork == ScoreWork::bias || kScoreWork == ScoreWork::masks, Shape>(scores, softmax, unit);
     };

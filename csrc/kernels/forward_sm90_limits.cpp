@@ -73,6 +73,22 @@ bool fits_tensor_map(const Tensor4& tensor, int64_t batch, int64_t heads, int64_
          fits(rows, tensor.row_stride);
 }
 
+// Of scores that leave by bulk copies and without a mask.
+const char* score_rows_refusal(const Problem& problem) {
+  const Mask& mask = problem.mask;
+  const bool shows_all = problem.score_mode == ScoreMode::raw || problem.score_mode == ScoreMode::capped;
+  const bool has_mask = mask.tensor.kind != TensorMask::Kind::none || mask.padding.kind != Padding::Kind::none;
+  if (has_mask && !shows_all) return "scores with a mask were asked for";
+  if (problem.score_mode == ScoreMode::mha_logits && mask.right >= 0) return "scores of keys after a row's own were asked for";
+  if (problem.kv_len % 8 != 0 || reinterpret_cast<uintptr_t>(problem.scores) % 16 != 0) return "rows of scores are not 16-byte aligned";
+  Problem shown = problem;
+  if (shows_all) shown.mask.tensor.kind = TensorMask::Kind::none;
+  const bool is_capped = problem.softcap != 0 && problem.score_mode != ScoreMode::raw;
+  if (problem.score_mode == ScoreMode::raw) shown.softcap = 0;
+  if (!is_capped && !forward_sm90_kernel::scores_stay_raw(shown)) return "scores of an unusual scale were asked for";
+  return nullptr;
+}
+
 const char* mask_refusal(const Problem& problem) {
   const TensorMask& mask = problem.mask.tensor;
   if (mask.kind != TensorMask::Kind::none && mask.columns < 1) return "the mask has no column";
@@ -89,7 +105,7 @@ const char* mask_refusal(const Problem& problem) {
   return nullptr;
 }
 
-// The scores that leave while Y is made: those that enter the softmax.
+// The scores that leave while Y is made: those that enter the softmax, of keys that some row sees.
 const char* score_output_refusal(const Problem& problem) {
   const Mask& mask = problem.mask;
   const ScoreMode mode = problem.score_mode;
@@ -98,12 +114,9 @@ const char* score_output_refusal(const Problem& problem) {
   if (mask.tensor.kind != TensorMask::Kind::none || mask.padding.kind != Padding::Kind::none) return "scores with a mask were asked for";
   const bool shows_all = mode == ScoreMode::raw || mode == ScoreMode::capped;
   if (shows_all && (mask.lengths.data || mask.left >= 0 || mask.right >= 0)) return "scores of keys that no row sees were asked for";
-  if (mode == ScoreMode::mha_logits && mask.right >= 0) return "scores of keys after a row's own were asked for";
   if (mode == ScoreMode::raw && problem.softcap != 0) return "scores before the softcap were asked for";
-  if (problem.softcap == 0 && !forward_sm90_kernel::scores_stay_raw(problem)) return "scores of an unusual scale were asked for";
   if (problem.head_size > 128 || problem.v_head_size > 128) return "scores of a head size above 128 were asked for";
-  if (problem.kv_len % 8 != 0 || reinterpret_cast<uintptr_t>(problem.scores) % 16 != 0) return "rows of scores are not 16-byte aligned";
-  return nullptr;
+  return score_rows_refusal(problem);
 }
 
 }  // namespace
@@ -139,3 +152,22 @@ int64_t forward_sm90_workspace_bytes(const Problem& problem, const Device& devic
 }
 
 }  // namespace onnx_attn::cuda
+
+namespace onnx_attn::forward_sm90_kernel {
+
+const char* score_pass_refusal(const Problem& problem) {
+  using namespace cuda;
+  if (problem.dtype != DType::f16 && problem.dtype != DType::bf16) return "Q is neither float16 nor bfloat16";
+  if (problem.q_bias) return "Q has a projection bias";
+  if (problem.head_size < 8 || problem.head_size > kMaxHeadSize) return "head_size is not between 8 and 256";
+  if (problem.q_len < kMinQueries) return "there are fewer than 64 queries";
+  if (problem.kv_len < 1) return "there are no keys";
+  if (problem.batch * problem.q_heads > kMaxBlocks / ((problem.q_len + kMinQueries - 1) / kMinQueries)) {
+    return "there are more than 2^30 blocks of query rows";
+  }
+  if (!fits_tensor_map(problem.q, problem.batch, problem.q_heads, problem.q_len)) return "rows of Q are not 16-byte aligned";
+  if (!fits_tensor_map(problem.k, problem.batch, problem.kv_heads, problem.kv_len)) return "rows of K are not 16-byte aligned";
+  return score_rows_refusal(problem);
+}
+
+}  // namespace onnx_attn::forward_sm90_kernel

@@ -92,6 +92,8 @@ template <class Element, int kHeadSize, int kValueSize>
 cudaError_t launch(const ForwardParams& params, const LaunchSite& site);
 template <class Element, int kSize>
 cudaError_t launch_with_scores(const ForwardParams& params, const LaunchSite& site);
+template <class Element, int kHeadSize>
+cudaError_t launch_score_pass(const ForwardParams& params, const LaunchSite& site);
 
 // Rows and keys of a tile.
 struct TileSize {
@@ -100,8 +102,11 @@ struct TileSize {
 
 // False where a tensor has strides that forward_sm90_refusal would have refused.
 bool make_tensor_maps(ForwardParams& params, const TileSize& tile);
+bool make_product_maps(ForwardParams& params, const TileSize& tile);  // Q and K alone
 bool make_score_map(ForwardParams& params);
 
-cudaError_t launch_any(const Problem& problem, const LaunchSite& site);  // by head size
+// By head size.
+cudaError_t launch_any(const Problem& problem, const LaunchSite& site);
+cudaError_t launch_any_score_pass(const Problem& problem, const LaunchSite& site);
 
 }  // namespace onnx_attn::forward_sm90_kernel

@@ -6,23 +6,23 @@
 
 namespace onnx_attn::forward_sm90_kernel {
 
-// Stores a warp's part of a tile. It has a place for one, which the bulk copies have read long before the next one. `row`: of the warp,
-// in the block.
-template <class Element, class Shape>
-__device__ __forceinline__ void store_scores(const Scores<Shape>& scores, SharedMemory<Shape>& shared, const ScoreOutput& output,
+// Stores a warp's part of a tile times `scale`, by way of the warp's part of a place for tiles. The bulk copies have long read what was
+// there, kPlaces tiles ago. `row`: of the warp, in the block.
+template <class Element, class Shape, int kPlaces>
+__device__ __forceinline__ void store_scores(const Scores<Shape>& scores, float scale, uint32_t tile_place, const CUtensorMap& map,
                                              const RowBlock<Shape>& block, int row, int tile_key) {
   constexpr int kPanelColumns = 64, kPanels = Shape::kKeys / kPanelColumns, kPlacePanelBytes = 16 * kPanelBytes;
   static_assert(Shape::kScoreBytes == Shape::kRows * kPanels * kPanelBytes);
-  const uint32_t place = shared_address(shared.scores) + row * kPanels * kPanelBytes;
+  const uint32_t place = tile_place + row * kPanels * kPanelBytes;
   const int lane = lane_index();
-  if (lane == 0) bulk_store_wait_read();
+  if (lane == 0) bulk_store_wait_read<kPlaces - 1>();
   __syncwarp();
   // Lanes 0-15 name the rows of column tile j, lanes 16-31 those of column tile j + 1.
   const uint32_t start = place + lane % 16 * kPanelBytes, lane_chunk = (lane / 16 ^ lane % 8) << 4;
 #pragma unroll
   for (int j = 0; j < Shape::kKeys / 8; j += 2) {
     const auto packed = [&](int tile, int e) {
-      return pack<Element>(scores.value[0][tile][e] * output.scale, scores.value[0][tile][e + 1] * output.scale);
+      return pack<Element>(scores.value[0][tile][e] * scale, scores.value[0][tile][e + 1] * scale);
     };
     store_matrices(start + j / 8 * kPlacePanelBytes + (static_cast<uint32_t>(j % 8 * 16) ^ lane_chunk), packed(j, 0), packed(j, 2),
                    packed(j + 1, 0), packed(j + 1, 2));
@@ -32,8 +32,7 @@ __device__ __forceinline__ void store_scores(const Scores<Shape>& scores, Shared
   if (lane == 0) {
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
-      bulk_store(place + panel * kPlacePanelBytes, output.map, tile_key + panel * kPanelColumns, block.first_row + row, block.q_head,
-                 block.batch);
+      bulk_store(place + panel * kPlacePanelBytes, map, tile_key + panel * kPanelColumns, block.first_row + row, block.q_head, block.batch);
     }
     bulk_store_commit();
   }
@@ -44,12 +43,11 @@ __device__ __forceinline__ void wait_for_scores() {
   if (lane_index() == 0) bulk_store_wait();
 }
 
-// Writes -inf to the keys that no row of a warpgroup visits: ordinary stores of whole rows, which leave the copy engine to those who
+// Writes `value` to the keys that no row of a warpgroup visits: ordinary stores of whole rows, which leave the copy engine to those who
 // wait for it. A warp calls.
-template <class Element, class Shape>
-__device__ __forceinline__ void fill_invisible_scores(SharedMemory<Shape>& shared, const ForwardParams& params) {
-  const Problem& problem = params.problem;
-  const uint32_t pair = pack<Element>(-INFINITY, -INFINITY);
+template <class Element, class Shape, class Shared>
+__device__ __forceinline__ void fill_invisible_scores(Shared& shared, const Problem& problem, float value) {
+  const uint32_t pair = pack<Element>(value, value);
   const uint4 hidden = make_uint4(pair, pair, pair, pair);
   const int columns = static_cast<int>(problem.kv_len);
   const auto fill = [&](Element* line, int begin, int end) {
