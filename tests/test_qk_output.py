@@ -45,6 +45,35 @@ def test_composes(mode: int, features: dict[str, object], dtype: torch.dtype, de
     check_attention(Case(**{"dtype": dtype, "q_len": 17, "kv_len": 70, "qk_matmul_output_mode": mode} | features), device)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"is_causal": True},
+        {"softcap": 2.0},
+        {"softcap": 2.0, "is_causal": True, "head_size": 128},
+        {"head_size": 128, "is_causal": True, "past": 56},
+        {"head_size": 72, "kv_len": 8, "q_len": 193},
+        {"head_size": 128, "kv_len": 1304, "q_len": 330, "left_window_size": 150, "right_window_size": 20},
+        {"q_len": 129, "lengths": "ragged", "batch": 5},
+        {"q_len": 385, "kv_len": 392, "lengths": "ragged", "batch": 5, "is_causal": True, "head_size": 128},
+        {"head_size": 128, "v_head_size": 64, "layout": "bshd"},
+        {"head_size": 256, "is_causal": True},
+        {"scale": 1.0, "head_size": 128},  # weights of a log-sum-exp whose rounding would show
+        {"scale": 0.0},
+        {"kv_len": 203, "is_causal": True},  # rows that are not aligned
+        {"batch": 3, "q_heads": 24, "kv_heads": 6, "q_len": 300, "kv_len": 512, "is_causal": True},  # more blocks than multiprocessors
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_many_rows(mode: int, features: dict[str, object], dtype: torch.dtype, device: str) -> None:
+    check_attention(
+        Case(**{"dtype": dtype, "q_len": 200, "kv_len": 264, "head_size": 64, "qk_matmul_output_mode": mode} | features), device
+    )
+
+
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 def test_modes_differ_where_they_should(dtype: torch.dtype, device: str) -> None:
     inputs = make_inputs(Case(dtype=dtype, q_len=6, kv_len=6, mask="bool"), device)
