@@ -51,11 +51,16 @@ __device__ __forceinline__ void fill_invisible_scores(Shared& shared, const Prob
   const uint4 hidden = make_uint4(pair, pair, pair, pair);
   const int columns = static_cast<int>(problem.kv_len);
   const auto fill = [&](Element* line, int begin, int end) {
-    constexpr int kVector = 8;
+    constexpr int kVector = 8;  // elements of a store
+    uint4* out = reinterpret_cast<uint4*>(line + begin) + lane_index();
+    int left = (end - begin) / kVector - lane_index();
 #pragma unroll 1
-    for (int column = begin + lane_index() * kVector; column < end; column += 32 * kVector) {
-      *reinterpret_cast<uint4*>(line + column) = hidden;
+    for (; left > 3 * 32; left -= 4 * 32, out += 4 * 32) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[i * 32] = hidden;
     }
+#pragma unroll 1
+    for (; left > 0; left -= 32, out += 32) *out = hidden;
   };
 #pragma unroll 1
   for (int round = 0;; ++round) {
@@ -64,21 +69,17 @@ __device__ __forceinline__ void fill_invisible_scores(Shared& shared, const Prob
     if (block.first_row == RowBlock<Shape>::kNoRow) return;
     const int64_t first_row = (static_cast<int64_t>(block.batch) * problem.q_heads + block.q_head) * problem.q_len + block.first_row;
     const int rows = static_cast<int>(problem.q_len) - block.first_row;
-    int begin[Shape::kWarpgroups], end[Shape::kWarpgroups];
-#pragma unroll
-    for (int i = 0; i < Shape::kWarpgroups; ++i) {
-      begin[i] = min(columns, block.own[i].begin * Shape::kKeys);
-      end[i] = min(columns, max(block.own[i].begin, block.own[i].end) * Shape::kKeys);
-    }
-    __syncwarp();
-    if (lane_index() == 0) shared.block_ring.release(round);
     Element* line = static_cast<Element*>(problem.scores) + first_row * columns;
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < Shape::kWarpgroups; ++i) {
+      const int begin = min(columns, block.own[i].begin * Shape::kKeys);
+      const int end = min(columns, max(block.own[i].begin, block.own[i].end) * Shape::kKeys);
+      __syncwarp();
+      if (i == Shape::kWarpgroups - 1 && lane_index() == 0) shared.block_ring.release(round);
 #pragma unroll 1
       for (int row = i * kWarpgroupRows; row < min(rows, (i + 1) * kWarpgroupRows); ++row, line += columns) {
-        fill(line, 0, begin[i]);
-        fill(line, end[i], columns);
+        fill(line, 0, begin);
+        fill(line, end, columns);
       }
     }
   }
