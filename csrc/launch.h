@@ -22,7 +22,7 @@ int forward_sm90(const Problem& problem, const Device& device, void* workspace, 
 int forward_sm80(const Problem& problem, const Plan& plan, void* stream);                       // kernels/forward_sm80.cu
 int forward_float32(const Problem& problem, const Plan& plan, void* workspace, void* stream);   // kernels/forward_float32.cu
 int scores(const Problem& problem, void* workspace, void* stream);                              // kernels/scores.cu
-int scores_sm90(const Problem& problem, void* workspace, void* stream);                         // kernels/scores_sm90.cu
+int scores_sm90(const Problem& problem, const Device& device, void* workspace, void* stream);   // kernels/scores_sm90.cu
 int tensor_scatter(const Scatter& scatter, void* stream);                                       // kernels/scatter.cu
 int valid_kv_length(const ValidLength& problem, void* stream);                                  // kernels/scatter.cu
 

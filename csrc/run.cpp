@@ -92,7 +92,7 @@ void launch_attention(const Problem& problem, const Plan& plan, const Device& de
 
 int launch_scores(const Problem& problem, const Device& device, void* workspace, void* stream) {
 #ifndef ONNX_ATTN_WITHOUT_SM90
-  if (device.capability == 90) return cuda::scores_sm90(problem, workspace, stream);
+  if (device.capability == 90) return cuda::scores_sm90(problem, device, workspace, stream);
 #endif
   return cuda::scores(problem, workspace, stream);
 }

@@ -6,14 +6,9 @@
 
 namespace onnx_attn::cuda {
 
-int scores_sm90(const Problem& problem, void* workspace, void* stream) {
+int scores_sm90(const Problem& problem, const Device& device, void* workspace, void* stream) {
   using namespace forward_sm90_kernel;
   if (score_pass_refusal(problem)) return scores_kernel::run<true>(problem, workspace, static_cast<cudaStream_t>(stream));
-  int index = 0;
-  Device device;
-  int error = cudaGetDevice(&index);
-  if (error == cudaSuccess) error = query_device(index, &device);
-  if (error != cudaSuccess) return error;
   LaunchSite site;
   site.sm_count = device.sm_count;
   site.stream = static_cast<cudaStream_t>(stream);
