@@ -115,6 +115,15 @@ void choose_cuda_kernel(Plan& plan, const Problem& problem, const Device& device
       if (!plan.refusals[number]) return;
       plan.separate_append = true;
     }
+    if (kernel == Kernel::forward_sm90 && problem.score_mode != ScoreMode::none) {
+      const bool separate = plan.separate_scores;
+      plan.separate_scores = false;  // it writes them while it makes Y: the same products, and stores beside them
+      if (!refusal(kernel, after_separate_steps(problem, plan, planned_workspace()), device)) {
+        plan.refusals[number] = nullptr;
+        return;
+      }
+      plan.separate_scores = separate;
+    }
     plan.refusals[number] = ask(kernel);
     if (!plan.refusals[number]) return;
     if (!can_store_bias) continue;

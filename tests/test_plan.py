@@ -37,9 +37,33 @@ def test_a_score_output_does_not_change_the_kernel_of_the_call(dtype, mode):
     without = explain(attention.default, *inputs, machine=H200)
     plan = explain(attention.qk, *inputs, qk_matmul_output_mode=mode, machine=H200)
     assert plan.kernel == without.kernel == ("forward_float32" if dtype == torch.float32 else "forward_sm90")
-    assert plan.separate_scores and not without.separate_scores
+    assert not without.separate_scores
     with kernel("general"):
         assert not explain(attention.qk, *inputs, qk_matmul_output_mode=mode, machine=H200).separate_scores
+
+
+SEPARATE = [
+    (0, {}, False),
+    (0, {"is_causal": 1}, True),  # keys that no row sees have products too
+    (0, {"softcap": 30.0}, True),
+    (1, {"softcap": 30.0}, False),
+    (2, {"softcap": 30.0, "is_causal": 1}, False),
+    (2, {"attn_mask": torch.zeros(200, 200).half()}, True),
+    (3, {}, True),
+]
+
+
+@pytest.mark.parametrize(("mode", "attributes", "separate"), SEPARATE, ids=str)
+def test_scores_that_enter_the_softmax_leave_while_y_is_made(mode, attributes, separate):
+    inputs = qkv(q_len=200, kv_len=200)
+    plan = explain(attention.qk, *inputs, **attributes, qk_matmul_output_mode=mode, machine=H200)
+    assert (plan.kernel, plan.separate_scores) == ("forward_sm90", separate)
+
+
+@pytest.mark.parametrize(("kv_len", "head_size"), [(201, 64), (200, 136)])
+def test_scores_in_unaligned_rows_or_of_large_heads_are_written_separately(kv_len, head_size):
+    plan = explain(attention.qk, *qkv(q_len=200, kv_len=kv_len, head_size=head_size), qk_matmul_output_mode=2, machine=H200)
+    assert (plan.kernel, plan.separate_scores) == ("forward_sm90", True)
 
 
 def test_weights_are_made_from_the_log_sum_exp_in_the_workspace():

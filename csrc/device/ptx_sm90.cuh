@@ -44,8 +44,11 @@ __device__ __forceinline__ void bulk_store(uint32_t source, const CUtensorMap& m
                : "memory");
 }
 __device__ __forceinline__ void bulk_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until shared memory may be overwritten ...
-__device__ __forceinline__ void bulk_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Until shared memory may be overwritten, but for that of the latest kPending groups ...
+template <int kPending = 0>
+__device__ __forceinline__ void bulk_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
 // ... and until the stores are complete.
 __device__ __forceinline__ void bulk_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 

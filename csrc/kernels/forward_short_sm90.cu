@@ -10,8 +10,6 @@ namespace onnx_attn::forward_short_kernel {
 
 namespace {
 
-constexpr float kMinUnit = 1e-6f;
-
 ForwardParams make_params(const Problem& problem, int sm_count) {
   const Mask& mask = problem.mask;
   const auto near = [](int64_t key) { return static_cast<int>(std::clamp<int64_t>(key, -kFar, kFar)); };
@@ -22,13 +20,12 @@ ForwardParams make_params(const Problem& problem, int sm_count) {
   params.q_heads = Divisor(problem.q_heads);
   params.group = Divisor(problem.q_heads / problem.kv_heads);
   params.scale = static_cast<float>(problem.scale);
-  params.raw_unit = static_cast<float>(problem.scale * kExactLog2e);
-  params.must_scale = !(params.raw_unit >= kMinUnit && params.raw_unit <= 1);  // 0 included: it would make NaN of excluded scores
+  params.raw_unit = raw_unit(problem);
+  params.must_scale = !is_usual_unit(params.raw_unit);
   params.columns = near(mask.tensor.kind == TensorMask::Kind::none ? problem.kv_len : mask.tensor.columns);
-  constexpr int64_t kFurthest = int64_t{1} << 60;  // sums of a few do not overflow
-  const int64_t offset = mask.offset_follows_length ? 0 : std::clamp(mask.offset, -kFurthest, kFurthest);
-  if (mask.left >= 0) params.begin = near(offset - std::min(mask.left, kFurthest));
-  if (mask.right >= 0) params.end = near(offset + std::min(mask.right, kFurthest) + 1);
+  const int64_t offset = mask.offset_follows_length ? 0 : mask.offset;
+  if (mask.left >= 0) params.begin = near(offset - mask.left);
+  if (mask.right >= 0) params.end = near(offset + mask.right + 1);
   return params;
 }
 

@@ -5,6 +5,7 @@
 
 #include "forward_sm90_block.cuh"
 #include "forward_sm90_mask.cuh"
+#include "forward_sm90_score_output.cuh"
 
 namespace onnx_attn::forward_sm90_kernel {
 
@@ -99,6 +100,10 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
       if (is_edge && kMayBeCapped) KeyLimits(block, row, tile_key).template replace_others<Shape>(scores, 0.0f);
       mask.apply(scores, block, row, tile_key);
       if (is_edge) KeyLimits(block, row, tile_key).template replace_others<Shape>(scores, -INFINITY);
+      if constexpr (Shape::kWritesScores) {
+        const ScoreOutput& out = params.score_output;
+        store_scores<Element, Shape, 1>(scores, out.scale, shared_address(shared.scores), out.map, block, row, tile_key);
+      }
       must_correct = softmax.advance(scores, unit, correction);
       float reference[2];
       softmax.find_references(scores, unit, reference);
@@ -182,7 +187,10 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
         --masks_to_pass;
       }
     }
-    if (is_last) return;
+    if (is_last) {
+      if constexpr (Shape::kWritesScores) wait_for_scores();
+      return;
+    }
 
     shared.query_ring.wait_full(round);
     if (!is_empty) {
