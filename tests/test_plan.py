@@ -48,21 +48,21 @@ SEPARATE = [
     (0, {"softcap": 30.0}, True),
     (1, {"softcap": 30.0}, False),
     (2, {"softcap": 30.0, "is_causal": 1}, False),
-    (2, {"attn_mask": torch.zeros(200, 200).half()}, True),
+    (2, {"attn_mask": torch.zeros(300, 304).half()}, True),
     (3, {}, True),
 ]
 
 
 @pytest.mark.parametrize(("mode", "attributes", "separate"), SEPARATE, ids=str)
 def test_scores_that_enter_the_softmax_leave_while_y_is_made(mode, attributes, separate):
-    inputs = qkv(q_len=200, kv_len=200)
+    inputs = qkv(q_len=300, kv_len=304)
     plan = explain(attention.qk, *inputs, **attributes, qk_matmul_output_mode=mode, machine=H200)
     assert (plan.kernel, plan.separate_scores) == ("forward_sm90", separate)
 
 
-@pytest.mark.parametrize(("kv_len", "head_size"), [(201, 64), (200, 136)])
+@pytest.mark.parametrize(("kv_len", "head_size"), [(301, 64), (304, 136)])
 def test_scores_in_unaligned_rows_or_of_large_heads_are_written_separately(kv_len, head_size):
-    plan = explain(attention.qk, *qkv(q_len=200, kv_len=kv_len, head_size=head_size), qk_matmul_output_mode=2, machine=H200)
+    plan = explain(attention.qk, *qkv(q_len=300, kv_len=kv_len, head_size=head_size), qk_matmul_output_mode=2, machine=H200)
     assert (plan.kernel, plan.separate_scores) == ("forward_sm90", True)
 
 
