@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from common import OUT, Comparison, OnnxModel, Verdict, compiled, set_up
-from tiny_decoder import HEAD_SIZE, HEADS, KV_HEADS, LAYERS, TinyDecoder, generate_from_scratch
+from common import OUT, Comparison, OnnxModel, compiled, set_up
+from tiny_decoder import HEAD_SIZE, HEADS, KV_HEADS, LAYERS, TinyDecoder, generate_from_scratch, judge_decoder
 from torch import Tensor, nn
 
 import torch_onnx_attn
@@ -86,16 +86,7 @@ def main() -> None:
     for label, run in (("PyTorch eager", model), (compiler, fast), (exported.label, exported)):
         result = comparison.run(label, generate, torch_step(run))
         tokens[label] = result.argmax(-1)
-    print("Compared with the same model computed again from scratch for every token, attention in plain torch:")
-    comparison.show("logits", part="step")
-    print(f"\nTokens of the first prompt: {want.argmax(-1)[0].tolist()}")
-
-    print(f"\n{exported.describe()}")
-    verdict, nodes = Verdict(), exported.count()
-    comparison.judge(verdict, "logits of every step as without a cache")
-    verdict.require(all(torch.equal(chosen, want.argmax(-1)) for chosen in tokens.values()), "the same tokens each way")
-    verdict.require(nodes["Attention"] == LAYERS, f"{LAYERS} Attention nodes, one for each layer")
-    verdict.require(nodes["Softmax"] == 0, "no Softmax node: no attention was taken apart")
+    verdict, nodes = judge_decoder(comparison, tokens, exported)
     verdict.require(nodes["Concat"] == 0, "no Concat node: the caches grow inside the Attention nodes")
     verdict.finish()
 

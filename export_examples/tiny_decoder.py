@@ -1,10 +1,12 @@
-"""A small language model with random weights, whose attention is passed in: the decoder examples differ in that part only."""
+"""A small language model with random weights, whose attention is passed in, and what every decoder made of it must hold."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
+from common import Comparison, OnnxModel, Verdict
 from torch import Tensor, nn
 
 VOCABULARY, HIDDEN, LAYERS, Q_HEADS, KV_HEADS, HEAD_SIZE, LONGEST = 97, 64, 2, 4, 2, 16, 64
@@ -78,3 +80,22 @@ def generate_from_scratch(model: TinyDecoder, prompts: list[list[int]], steps: i
             logits.append(model(torch.tensor([sequence]), torch.arange(len(sequence))[None], attend)[0, -1])
             sequence.append(int(logits[-1].argmax()))
     return torch.stack(logits).unflatten(0, (len(prompts), steps))
+
+
+def judge_decoder(comparison: Comparison, tokens: dict[str, Tensor], exported: OnnxModel) -> tuple[Verdict, Counter[str]]:
+    """Shows how decoders with caches did, and requires what holds whatever their caches are. `tokens`: what each way chose.
+
+    Returns the verdict, to go on with, and how many nodes of each kind the file has.
+    """
+    print("Compared with the same model computed again from scratch for every token, attention in plain torch:")
+    comparison.show("logits", part="step")
+    wanted = comparison.want.argmax(-1)
+    print(f"\nTokens of the first prompt: {wanted[0].tolist()}")
+
+    print(f"\n{exported.describe()}")
+    verdict, nodes = Verdict(), exported.count()
+    comparison.judge(verdict, "logits of every step as without a cache")
+    verdict.require(all(torch.equal(chosen, wanted) for chosen in tokens.values()), "the same tokens each way")
+    verdict.require(nodes["Attention"] == LAYERS, f"{LAYERS} Attention nodes, one for each layer")
+    verdict.require(nodes["Softmax"] == 0, "no Softmax node: no attention was taken apart")
+    return verdict, nodes
