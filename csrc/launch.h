@@ -18,6 +18,7 @@ const char* error_text(int error);
 int append(const Problem& problem, void* stream);                                               // kernels/append.cu
 int general(const Problem& problem, const Plan& plan, void* stream);                            // kernels/general.cu
 int decode(const Problem& problem, const Device& device, void* workspace, void* stream);        // kernels/decode.cu
+int forward_short(const Problem& problem, const Device& device, void* stream);                  // kernels/forward_short_sm90.cu
 int forward_sm90(const Problem& problem, const Device& device, void* workspace, void* stream);  // kernels/forward_sm90.cu
 int forward_sm80(const Problem& problem, const Plan& plan, void* stream);                       // kernels/forward_sm80.cu
 int forward_float32(const Problem& problem, const Plan& plan, void* workspace, void* stream);   // kernels/forward_float32.cu
@@ -27,8 +28,9 @@ int tensor_scatter(const Scatter& scatter, void* stream);                       
 int valid_kv_length(const ValidLength& problem, void* stream);                                  // kernels/scatter.cu
 
 // Pure, and there without CUDA too. A refusal is null when the kernel can run the problem, else the reason in words.
-const char* decode_refusal(const Problem& problem);        // kernels/decode_limits.cpp
-const char* forward_sm90_refusal(const Problem& problem);  // kernels/forward_sm90_limits.cpp
+const char* decode_refusal(const Problem& problem);         // kernels/decode_limits.cpp
+const char* forward_short_refusal(const Problem& problem);  // kernels/forward_short_limits.cpp
+const char* forward_sm90_refusal(const Problem& problem);   // kernels/forward_sm90_limits.cpp
 int64_t forward_sm90_workspace_bytes(const Problem& problem, const Device& device);
 const char* forward_sm80_refusal(const Problem& problem);                           // kernels/forward_sm80_limits.cpp
 const char* forward_float32_refusal(const Problem& problem, const Device& device);  // kernels/forward_float32_limits.cpp

@@ -10,11 +10,13 @@ namespace onnx_attn {
 
 namespace {
 
-constexpr const char* kNames[kKernels] = {"nothing", "cpu", "decode", "forward_sm90", "forward_sm80", "forward_float32", "general"};
+constexpr const char* kNames[kKernels] = {"nothing",      "cpu",          "decode",          "forward_short",
+                                          "forward_sm90", "forward_sm80", "forward_float32", "general"};
 
 // CUDA kernels, fastest first for the calls that they take. Forward kernels multiply tiles of 16 query rows and more: below that decode's
 // packing of grouped heads wastes less, and its split over keys fills the machine.
-constexpr Kernel kCandidates[] = {Kernel::decode, Kernel::forward_sm90, Kernel::forward_sm80, Kernel::forward_float32, Kernel::general};
+constexpr Kernel kCandidates[] = {Kernel::decode,       Kernel::forward_short,   Kernel::forward_sm90,
+                                  Kernel::forward_sm80, Kernel::forward_float32, Kernel::general};
 
 int64_t align(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -39,6 +41,12 @@ const char* refusal(Kernel kernel, const Problem& problem, const Device& device)
     case Kernel::decode:
       if (device.capability < 80) return "the decode kernel needs compute capability 8.0";
       return cuda::decode_refusal(problem);
+    case Kernel::forward_short:
+#ifdef ONNX_ATTN_WITHOUT_SM90
+      return "this build has no code for compute capability 9.0a";
+#endif
+      if (device.capability != 90) return "the forward_short kernel needs compute capability 9.0";
+      return cuda::forward_short_refusal(problem);
     case Kernel::forward_sm90:
 #ifdef ONNX_ATTN_WITHOUT_SM90
       return "this build has no code for compute capability 9.0a";
@@ -106,6 +114,15 @@ void choose_cuda_kernel(Plan& plan, const Problem& problem, const Device& device
       plan.refusals[number] = ask(kernel);
       if (!plan.refusals[number]) return;
       plan.separate_append = true;
+    }
+    if (kernel == Kernel::forward_sm90 && problem.score_mode != ScoreMode::none) {
+      const bool separate = plan.separate_scores;
+      plan.separate_scores = false;  // it writes them while it makes Y: the same products, and stores beside them
+      if (!refusal(kernel, after_separate_steps(problem, plan, planned_workspace()), device)) {
+        plan.refusals[number] = nullptr;
+        return;
+      }
+      plan.separate_scores = separate;
     }
     plan.refusals[number] = ask(kernel);
     if (!plan.refusals[number]) return;

@@ -19,12 +19,13 @@ enum class Kernel : int8_t {
   nothing,          // an empty output: only an append may have to run
   cpu,              // the blocked CPU kernel
   decode,           // CUDA, few query rows: keys split over blocks, memory bound
+  forward_short,    // CUDA, Hopper's instructions for heads that fit into shared memory
   forward_sm90,     // CUDA, Hopper's own tensor-core and copy instructions
   forward_sm80,     // CUDA, tensor cores of compute capability 8.0 and later
   forward_float32,  // CUDA, the same for float32
   general,          // CUDA, every feature, type, size and stride
 };
-inline constexpr int kKernels = 7;
+inline constexpr int kKernels = 8;
 
 // A caller's wish. CUDA kernels only: the CPU has one.
 struct Preference {

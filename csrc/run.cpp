@@ -81,6 +81,7 @@ void launch_attention(const Problem& problem, const Plan& plan, const Device& de
   switch (plan.kernel) {
     case Kernel::decode: return check_launch(cuda::decode(problem, device, workspace, stream), "decode kernel");
 #ifndef ONNX_ATTN_WITHOUT_SM90
+    case Kernel::forward_short: return check_launch(cuda::forward_short(problem, device, stream), "forward_short kernel");
     case Kernel::forward_sm90: return check_launch(cuda::forward_sm90(problem, device, workspace, stream), "forward_sm90 kernel");
 #endif
     case Kernel::forward_sm80: return check_launch(cuda::forward_sm80(problem, plan, stream), "forward_sm80 kernel");
@@ -177,7 +178,7 @@ void prefer_kernels(std::vector<int64_t> text) {
   Preference preference;
   std::string unknown;
   ONNX_ATTN_CHECK(parse_preference(std::string(text.begin(), text.end()), preference, unknown), "kernel: is '", unknown,
-                  "'; there are decode, forward_sm90, forward_sm80, forward_float32 and general");
+                  "'; there are decode, forward_short, forward_sm90, forward_sm80, forward_float32 and general");
   set_thread_preference(&preference);
 }
 

@@ -40,6 +40,15 @@ def test_local_memory_and_no_product(tool: ModuleType) -> None:
     assert [fault.split(": ")[1] for fault in faults] == ["LDL in local memory", "STL.64 in local memory", "no warpgroup product"]
 
 
+def test_short_kernels(tool: ModuleType) -> None:
+    name = "_ZN9onnx_attn20forward_short_kernel7forwardI6__halfNS0_9TileShapeILi64EEELb1EEEvNS0_13ForwardParamsE"
+    assert tool.check_function(name, [PRODUCT, NONE_LEFT]) == []
+    assert tool.check_function(name, [("LDL", " R2, [R1]"), NONE_LEFT]) == [
+        "forward_short 64, key row 1: LDL in local memory",
+        "forward_short 64, key row 1: no warpgroup product",
+    ]
+
+
 def test_log(tool: ModuleType, tmp_path: Path) -> None:
     log = tmp_path / "kernel.log"
     log.write_text("ptxas info : (C7512) Potential Performance Loss\n8 bytes stack frame, 16 bytes spill stores, 4 bytes spill loads\n")

@@ -33,7 +33,7 @@ def reasons(node: NodeFacts, runtime: str) -> tuple[str, ...]:
 
 
 def test_the_kernel_is_the_one_that_explain_names(tmp_path: Path) -> None:
-    arrays = Source().qkv(256, 256, dtype=np.float16, size=64)
+    arrays = Source().qkv(300, 300, dtype=np.float16, size=64)
     model = model_of_node("attention", arrays, is_causal=1)
     path = save(model, tmp_path)
     call = load_node(path, "layer").call(**{name: __import__("torch").from_numpy(array) for name, array in arrays.items()})

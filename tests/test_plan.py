@@ -33,13 +33,37 @@ def test_float64_takes_the_general_kernel(machine):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("mode", [0, 1, 2, 3])
 def test_a_score_output_does_not_change_the_kernel_of_the_call(dtype, mode):
-    inputs = qkv(q_len=200, kv_len=200, dtype=dtype)
+    inputs = qkv(q_len=300, kv_len=300, dtype=dtype)
     without = explain(attention.default, *inputs, machine=H200)
     plan = explain(attention.qk, *inputs, qk_matmul_output_mode=mode, machine=H200)
     assert plan.kernel == without.kernel == ("forward_float32" if dtype == torch.float32 else "forward_sm90")
-    assert plan.separate_scores and not without.separate_scores
+    assert not without.separate_scores
     with kernel("general"):
         assert not explain(attention.qk, *inputs, qk_matmul_output_mode=mode, machine=H200).separate_scores
+
+
+SEPARATE = [
+    (0, {}, False),
+    (0, {"is_causal": 1}, True),  # keys that no row sees have products too
+    (0, {"softcap": 30.0}, True),
+    (1, {"softcap": 30.0}, False),
+    (2, {"softcap": 30.0, "is_causal": 1}, False),
+    (2, {"attn_mask": torch.zeros(300, 304).half()}, True),
+    (3, {}, True),
+]
+
+
+@pytest.mark.parametrize(("mode", "attributes", "separate"), SEPARATE, ids=str)
+def test_scores_that_enter_the_softmax_leave_while_y_is_made(mode, attributes, separate):
+    inputs = qkv(q_len=300, kv_len=304)
+    plan = explain(attention.qk, *inputs, **attributes, qk_matmul_output_mode=mode, machine=H200)
+    assert (plan.kernel, plan.separate_scores) == ("forward_sm90", separate)
+
+
+@pytest.mark.parametrize(("kv_len", "head_size"), [(301, 64), (304, 136)])
+def test_scores_in_unaligned_rows_or_of_large_heads_are_written_separately(kv_len, head_size):
+    plan = explain(attention.qk, *qkv(q_len=300, kv_len=kv_len, head_size=head_size), qk_matmul_output_mode=2, machine=H200)
+    assert (plan.kernel, plan.separate_scores) == ("forward_sm90", True)
 
 
 def test_weights_are_made_from_the_log_sum_exp_in_the_workspace():
@@ -169,7 +193,7 @@ def test_the_environment_chooses_for_the_process():
         return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
 
     assert run("general").stdout.strip() == "general"
-    assert run("-decode,-forward_sm90,-forward_sm80,-forward_float32").stdout.strip() == "general"
+    assert run("-decode,-forward_short,-forward_sm90,-forward_sm80,-forward_float32").stdout.strip() == "general"
     refused = run("nonsense")
     assert refused.returncode != 0 and "TORCH_ONNX_ATTN_KERNEL" in refused.stderr and "nonsense" in refused.stderr
 
@@ -197,8 +221,9 @@ def test_a_projection_bias_is_stored_only_for_a_kernel_that_cannot_add_it():
 
 @pytest.mark.parametrize("machine, expected", [(H200, "forward_sm90"), (Machine(True, 80, 108, 166912), "forward_sm80")])
 def test_long_calls_take_the_tensor_cores_of_their_machine(machine, expected):
-    plan = explain(attention.default, *qkv(q_len=256, kv_len=256), is_causal=True, machine=machine)
-    assert plan.kernel == expected and set(plan.refusals) == {"decode"} | ({"forward_sm90"} if expected == "forward_sm80" else set())
+    plan = explain(attention.default, *qkv(q_len=300, kv_len=300), is_causal=True, machine=machine)
+    refusing = {"decode", "forward_short"} | ({"forward_sm90"} if expected == "forward_sm80" else set())
+    assert plan.kernel == expected and set(plan.refusals) == refusing
 
 
 def test_a_decode_step_appends_by_itself():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import FLOAT_DTYPES, INF, Case, check_attention, make_inputs
+from cases import FLOAT_DTYPES, INF, Case, assert_close, check_attention, make_inputs
+
+from torch_onnx_attn import reference
 
 attention = torch.ops.onnx_attn.attention
 MODES = (0, 1, 2, 3)
@@ -43,6 +45,60 @@ def test_values(mode: int, dtype: torch.dtype, softcap: float, mask: str | None,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_composes(mode: int, features: dict[str, object], dtype: torch.dtype, device: str) -> None:
     check_attention(Case(**{"dtype": dtype, "q_len": 17, "kv_len": 70, "qk_matmul_output_mode": mode} | features), device)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "features",
+    [
+        {},
+        {"is_causal": True},
+        {"softcap": 2.0},
+        {"softcap": 2.0, "is_causal": True, "head_size": 128},
+        {"head_size": 128, "is_causal": True, "past": 56},
+        {"head_size": 72, "kv_len": 8, "q_len": 321},
+        {"head_size": 128, "kv_len": 1304, "q_len": 330, "left_window_size": 150, "right_window_size": 20},
+        {"q_len": 129, "lengths": "ragged", "batch": 5},
+        {"q_len": 385, "kv_len": 392, "lengths": "ragged", "batch": 5, "is_causal": True, "head_size": 128},
+        {"head_size": 128, "v_head_size": 64, "layout": "bshd"},
+        {"head_size": 256, "is_causal": True},
+        {"scale": 1.0, "head_size": 128},
+        {"scale": 0.0},
+        {"kv_len": 299, "is_causal": True},  # rows that are not aligned
+        {"batch": 3, "q_heads": 24, "kv_heads": 6, "q_len": 300, "kv_len": 512, "is_causal": True},  # more blocks than multiprocessors
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_many_rows(mode: int, features: dict[str, object], dtype: torch.dtype, device: str) -> None:
+    check_attention(
+        Case(**{"dtype": dtype, "q_len": 200, "kv_len": 264, "head_size": 64, "qk_matmul_output_mode": mode} | features), device
+    )
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_weights_of_large_scores(head_size: int, dtype: torch.dtype, device: str) -> None:
+    """Beyond 64 the rounding of a log-sum-exp would show in weights made from it."""
+    inputs = make_inputs(Case(dtype=dtype, q_len=200, kv_len=264, head_size=head_size), device)
+    inputs["Q"] *= 40
+    weights = attention.qk(**inputs, is_causal=True, qk_matmul_output_mode=3)[1]
+    expected = reference.attention(**inputs, is_causal=True, qk_matmul_output_mode=3, return_lse=True)
+    assert expected.lse is not None and float(expected.lse.abs().max()) > 100
+    torch.testing.assert_close(weights.double(), expected.qk_matmul_output, atol=1e-6, rtol=2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("q_len", [1, 3, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_subnormal_weights(dtype: torch.dtype, q_len: int, device: str) -> None:
+    """Weights below the smallest normal float32 are weights: they are an output here, not only a term of a sum."""
+    keys = torch.zeros(1, 1, 64, 64, dtype=dtype, device=device)
+    keys[..., 0] = -torch.arange(64, device=device)
+    inputs = {"Q": torch.full((1, 1, q_len, 64), 1.5, dtype=dtype, device=device), "K": keys, "V": torch.ones_like(keys)}
+    weights = attention.qk(**inputs, scale=1.0, qk_matmul_output_mode=3)[1]
+    expected = reference.attention(**inputs, scale=1.0, qk_matmul_output_mode=3).qk_matmul_output
+    assert 0 < float(expected[..., 60].max()) < torch.finfo(torch.float32).smallest_normal
+    assert_close("qk_matmul_output", weights, expected, 0.0, relative=1e-4 if dtype == torch.float32 else 2**-8)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)

@@ -2,8 +2,8 @@
 
     python tools/check_kernels.py [build folder]
 
-Fails on spills, stack frames and serialised wgmma (C75xx) in the logs; and in the machine code of the forward_sm90 kernels where
-there is no wgmma, where registers live in local memory, or where exponentials that should run beside a product come after it.
+Fails on spills, stack frames and serialised wgmma (C75xx) in the logs; and in the machine code of the forward_sm90 and forward_short
+kernels where there is no wgmma, where registers live in local memory, or where exponentials that should run beside a product come after it.
 Prints one line for each source. The machine code is read with cuobjdump and nvdisasm of a CUDA toolkit, or of the packages
 nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm; without them it is a failure, unless there is no Hopper kernel. Standard library only.
 """
@@ -26,6 +26,7 @@ FUNCTION = re.compile(r"Function : (\S+)")
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)([^;]*);")
 # TileShape<head size, value size, keys, warpgroups, hold exponentials, has mask> and ScoreWork in a mangled name
 SHAPE = re.compile(r"TileShapeILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELb([01])ELb([01])E.*?ScoreWorkE(\d)")
+SHORT_SHAPE = re.compile(r"forward_short_kernel.*?TileShapeILi(\d+)EEELb([01])E")  # TileShape<head size>, has a key row
 
 
 def check_log(log: Path) -> list[str]:
@@ -84,17 +85,25 @@ def overlapped_exponentials(instructions: list[tuple[str, str]]) -> int:
     return most
 
 
-def check_function(name: str, instructions: list[tuple[str, str]]) -> list[str]:
-    """The faults of one Hopper forward kernel."""
-    shape = SHAPE.search(name)
-    if not shape:
-        return []
-    head_size, value_size, keys, warpgroups, holds, _, work = map(int, shape.groups())
-    label = f"forward_sm90 {head_size}/{value_size}, {warpgroups * 64}x{keys}, score work {work}"
+def check_opcodes(label: str, instructions: list[tuple[str, str]]) -> list[str]:
+    """What no Hopper forward kernel may have, and what it must have."""
     opcodes = [opcode for opcode, _ in instructions]
     faults = [f"{label}: {opcode} in local memory" for opcode in sorted({o for o in opcodes if o.startswith(("LDL", "STL"))})]
     if not any(opcode.startswith("HGMMA") for opcode in opcodes):
         faults.append(f"{label}: no warpgroup product")
+    return faults
+
+
+def check_function(name: str, instructions: list[tuple[str, str]]) -> list[str]:
+    """The faults of one Hopper forward kernel."""
+    shape = SHAPE.search(name)
+    if short := SHORT_SHAPE.search(name):
+        return check_opcodes(f"forward_short {short.group(1)}, key row {short.group(2)}", instructions)
+    if not shape:
+        return []
+    head_size, value_size, keys, warpgroups, holds, _, work = map(int, shape.groups())
+    label = f"forward_sm90 {head_size}/{value_size}, {warpgroups * 64}x{keys}, score work {work}"
+    faults = check_opcodes(label, instructions)
     expected = keys // 2  # of a lane: 64 rows by `keys` scores over 128 lanes
     if holds and overlapped_exponentials(instructions) < expected:
         faults.append(f"{label}: fewer than {expected} exponentials run beside a product")
@@ -108,7 +117,7 @@ def check_machine_code(objects: list[Path]) -> list[str]:
     faults = []
     for compiled in objects:
         found = functions(compiled, path or "")
-        kernels = {name: code for name, code in found.items() if SHAPE.search(name)}
+        kernels = {name: code for name, code in found.items() if SHAPE.search(name) or SHORT_SHAPE.search(name)}
         overlapped = [overlapped_exponentials(code) for code in kernels.values()]
         products = sum(opcode.startswith("HGMMA") for code in kernels.values() for opcode, _ in code)
         print(f"{compiled.stem:28} kernels {len(kernels):4}   products {products:5}   exponentials beside them {sum(overlapped):5}")
@@ -125,7 +134,7 @@ def main() -> int:
         print(f"no ptxas logs under {folder}: the build had no nvcc")
         return 1
     faults = [fault for log in logs for fault in check_log(log)]
-    faults += check_machine_code(sorted(folder.glob("**/cuda/forward_sm90_*.o")))
+    faults += check_machine_code(sorted([*folder.glob("**/cuda/forward_sm90_*.o"), *folder.glob("**/cuda/forward_short_*.o")]))
     for fault in faults:
         print(fault)
     print(f"{len(logs)} sources, {len(faults)} faults")

@@ -35,8 +35,8 @@ class Plan(NamedTuple):
     """What a call would do.
 
     Attributes:
-        kernel: ``cpu``, a CUDA kernel (``decode``, ``forward_sm90``, ``forward_sm80``, ``forward_float32``, or ``general``, which takes
-            everything), or ``nothing`` for an empty output.
+        kernel: ``cpu``, a CUDA kernel (``decode``, ``forward_short``, ``forward_sm90``, ``forward_sm80``, ``forward_float32``, or
+            ``general``, which takes everything), or ``nothing`` for an empty output.
         refusals: for each faster CUDA kernel, why it does not take the call.
         separate_append: whether past or new rows are written by a kernel of their own first.
         separate_bias: whether biased keys and values are stored in the workspace first.
@@ -95,7 +95,7 @@ def kernel(name: str | None = None, *, forbid: tuple[str, ...] = ()) -> Iterator
     ``TORCH_ONNX_ATTN_KERNEL`` does the same for the process: ``general`` forces, ``-decode,-forward_sm90`` forbids.
 
     Args:
-        name: ``decode``, ``forward_sm90`` (Hopper), ``forward_sm80``, ``forward_float32`` or ``general``.
+        name: ``decode``, ``forward_short`` and ``forward_sm90`` (Hopper), ``forward_sm80``, ``forward_float32`` or ``general``.
         forbid: names that may not be chosen.
 
     Raises:

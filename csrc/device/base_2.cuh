@@ -1,11 +1,12 @@
 // base_2.cuh: exponentials by way of 2^x: the constants, and the softcap.
 #pragma once
 
+#include "../kernels/raw_unit.h"
 #include "ptx_sm80.cuh"
 
 namespace onnx_attn::device {
 
-inline constexpr double kExactLog2e = 1.4426950408889634;
+using onnx_attn::kExactLog2e;
 inline constexpr float kLog2e = static_cast<float>(kExactLog2e);
 inline constexpr float kLn2 = 0.6931471805599453f;
 

@@ -54,49 +54,72 @@ struct Partial {
   }
 };
 
-// The result of a row is that of its chunks added up in eights, and then the eights. The combine kernel can read the eights
-// side by side, and a block that has all chunks of a row comes to the same bits.
-inline constexpr int kChunksTogether = 8;
-
-// Results of chunks, indexed by row of [batch, q_heads, q_len], then by chunk.
+// Results of chunks, or of several that follow each other, where the first of them belongs: indexed by row of [batch, q_heads, q_len],
+// then by chunk. Other multiprocessors have stored what is read: not from the L1 cache.
 struct Partials {
   float4* outputs = nullptr;  // [rows, chunks, v_head_size / 4]
   float2* stats = nullptr;    // [rows, chunks]: max and sum
 
-  // Eight of them from `first` on, or `count` if that is less. Other multiprocessors have stored them: not from the L1 cache.
-  __device__ __forceinline__ Partial sum_of(int64_t first, int count, int quads, int column) const {
+  __device__ __forceinline__ void store(int64_t index, const Partial& part, int quads, int column) const {
+    outputs[index * quads + column / 4] = part.output;
+    if (column == 0) stats[index] = make_float2(part.max, part.sum);
+  }
+
+  // Adds up to eight, `step` chunks apart, of those `count` from `first` on; between the first and number `next` there are none.
+  __device__ __forceinline__ void add_to(Partial& result, int64_t first, int step, int count, int next, int quads, int column) const {
     float2 stat[kChunksTogether];
     float4 output[kChunksTogether];
 #pragma unroll
     for (int i = 0; i < kChunksTogether; ++i) {
-      stat[i] = i < count ? __ldcg(stats + first + i) : make_float2(-INFINITY, 0.0f);
-      output[i] = i < count ? __ldcg(outputs + (first + i) * quads + column / 4) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      const bool exists = i < count && (i == 0 || i >= next);
+      const int64_t index = first + i * step;
+      stat[i] = exists ? __ldcg(stats + index) : make_float2(-INFINITY, 0.0f);
+      output[i] = exists ? __ldcg(outputs + index * quads + column / 4) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
-    Partial result;
 #pragma unroll
     for (int i = 0; i < kChunksTogether; ++i) result.add(stat[i].x, stat[i].y, output[i]);
-    return result;
+  }
+
+  // Adds up what several blocks have stored of the line of `unit`, whose first chunk has `first_part`, in the order in which one would.
+  // A block adds up the eights that begin in its run: those from the start of the line become one part, the others one each. Chunks
+  // of an eight that began before are parts of their own.
+  __device__ __forceinline__ Partial line_sum(const Unit& unit, int64_t first_part, int quads, int column) const {
+    Partial row;
+    const int chunks = unit.entry_chunks, whole = unit.first_cut / kChunksTogether * kChunksTogether;
+    if (whole > 0) add_to(row, first_part, 1, 1, 0, quads, column);
+    if (unit.first_cut == whole && unit.cut_step % kChunksTogether == 0) {
+      for (int first = whole; first < chunks; first += kChunksTogether * kChunksTogether) {
+        const int eights = (chunks - first + kChunksTogether - 1) / kChunksTogether;
+        add_to(row, first_part + first, kChunksTogether, eights, 0, quads, column);
+      }
+      return row;
+    }
+    int cut = unit.first_cut;
+    for (int first = whole; first < chunks; first += kChunksTogether) {
+      while (cut <= first) cut += unit.cut_step;
+      Partial eight;
+      add_to(eight, first_part + first, 1, chunks - first, cut - first, quads, column);
+      row.add(eight);
+    }
+    return row;
   }
 };
 
+// The result of a row is that of its chunks added up in eights, and then the eights. The combine kernel can read the eights side by
+// side, and blocks that have several chunks of a line come to the same bits.
 template <bool kIsNeeded>
 struct RowSum {
   Partial row, eight;
 
-  __device__ __forceinline__ void add_chunk(int ordinal, const Partial& chunk) {
-    if (ordinal == 0) row = eight = Partial();
+  // A chunk whose eight began in the same run.
+  __device__ __forceinline__ void add_chunk(const Unit& unit, const Partial& chunk) {
+    if (unit.ordinal == 0) row = Partial();
+    if (unit.ordinal == unit.first_of_eight()) eight = Partial();
     eight.add(chunk);
-    if (ordinal % kChunksTogether == kChunksTogether - 1) add_eight();
+    if (ends_eight(unit)) row.add(eight);
   }
-  __device__ __forceinline__ const Partial& finish(int chunks) {
-    if (chunks % kChunksTogether != 0) add_eight();
-    return row;
-  }
-
- private:
-  __device__ __forceinline__ void add_eight() {
-    row.add(eight);
-    eight = Partial();
+  __device__ __forceinline__ static bool ends_eight(const Unit& unit) {
+    return unit.ordinal + 1 == min(unit.first_of_eight() + kChunksTogether, unit.entry_chunks);
   }
 };
 template <>

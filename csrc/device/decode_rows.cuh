@@ -15,7 +15,7 @@ struct RowTile {
   static constexpr int kSteps = kHeadSize / 16;                        // of 16 columns
   static constexpr int kAhead = kHeadSize * kRowEights < 256 ? 4 : 2;  // steps whose operand is on its way from shared memory
   static constexpr float kHeadroom = 8.0f;                             // weights grow up to 2^8 before they are scaled down: see update
-  static constexpr bool kMayTakeLines = may_take_whole_lines(kRowEights == 1 ? 1 : 9, kHeadSize);  // with as few rows as it is used for
+  static constexpr bool kMayAddUp = may_add_up(kRowEights == 1 ? 1 : 9, kHeadSize);  // with as few rows as it is used for
   using S = Stage<kHeadSize>;
 
   uint32_t queries[kSteps][kRowEights][2];

@@ -3,42 +3,32 @@
 #pragma once
 
 #include "../kernels/decode_limits.h"
-#include "../key_range.h"
 
 namespace onnx_attn::decode {
 
-// The keys of one batch entry that some query row can see, and the chunks that hold them.
-struct EntryKeys {
-  int begin = 0, end = 0;
-  int first_chunk = 0;
-  int chunks = 1;  // an entry without keys has one, in which its zeros are written
-};
-
-__device__ __forceinline__ EntryKeys entry_keys(const Problem& problem, int chunk_shift, int batch) {
-  const RowPosition position = row_position(problem.mask, batch, problem.q_len, problem.kv_len);
-  const KeyRange visible = visible_keys(problem.mask, position, 0, problem.q_len);
-  EntryKeys keys;
-  if (visible.begin >= visible.end) return keys;
-  keys.begin = static_cast<int>(visible.begin);
-  keys.end = static_cast<int>(visible.end);
-  keys.first_chunk = keys.begin >> chunk_shift;
-  keys.chunks = ((keys.end - 1) >> chunk_shift) - keys.first_chunk + 1;
-  return keys;
-}
-
 struct Unit {
   int batch, kv_head, row_block;
-  int line;
   int chunk;         // counted from key 0
   int ordinal;       // counted from the first chunk of the batch entry
   int entry_chunks;  // of its batch entry: a unit that is the only one writes the final result
   bool is_first;     // among the units of its (batch entry, kv head): this one stores appended rows
   int begin, end;    // visible keys of the chunk
+
+  // Ordinals of the line: those that the block takes, and where others take over, from `first_cut` on.
+  int run_begin, run_end;
+  int first_cut, cut_step;
+  int first_block;  // that has chunks of the line: no two lines that have several blocks have it in common
+
+  __device__ __forceinline__ bool ends_run() const { return ordinal + 1 == run_end; }
+  __device__ __forceinline__ bool has_whole_line() const { return run_begin == 0 && run_end == entry_chunks; }
+  __device__ __forceinline__ int first_of_eight() const { return ordinal / kChunksTogether * kChunksTogether; }
+  __device__ __forceinline__ int line_blocks() const { return 1 + (entry_chunks - 1 - first_cut + cut_step) / cut_step; }
 };
 
 // first_unit[b] is the number of units of the entries before b, in shared memory; filled once by the whole block.
 struct UnitTable {
   int first_unit[kMaxScannedBatch + 1];
+  int longest_line;
 
   __device__ __forceinline__ void fill(const Problem& problem, const Partition& cut) {
     const int batch_size = static_cast<int>(problem.batch);
@@ -49,10 +39,11 @@ struct UnitTable {
     __syncthreads();
     if (threadIdx.x < 32) {
       const int lane = threadIdx.x;
-      int before = 0;
+      int before = 0, longest = 1;
       for (int first = 0; first < batch_size; first += 32) {
         const bool exists = first + lane < batch_size;
         int units = exists ? first_unit[first + lane + 1] : 0;
+        longest = max(longest, units / heads);
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
           const int earlier = __shfl_up_sync(~0u, units, distance);
@@ -61,7 +52,12 @@ struct UnitTable {
         if (exists) first_unit[first + lane + 1] = before + units;
         before += __shfl_sync(~0u, units, 31);
       }
-      if (lane == 0) first_unit[0] = 0;
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) longest = max(longest, __shfl_xor_sync(~0u, longest, distance));
+      if (lane == 0) {
+        first_unit[0] = 0;
+        longest_line = longest;
+      }
     }
     __syncthreads();
   }
@@ -72,56 +68,63 @@ __host__ __device__ inline bool is_counted(const Problem& problem) {
   return problem.mask.lengths.data != nullptr && problem.batch <= kMaxScannedBatch;
 }
 
-// The units of one block: every gridDim.x-th, or with whole lines all chunks of every gridDim.x-th line.
+// The units of one block: its share of the list of chunks.
 struct UnitWalk {
-  int index, total;
-  int run;    // units that a block takes in sequence
+  int begin, end, index;  // of the list
+  int quota;
   int heads;  // kv heads times row blocks
   int batch;
   int uniform_chunks;  // of every entry; 0: the table knows
 
-  __device__ __forceinline__ void start(const Problem& problem, const Partition& cut, const UnitTable& table, bool whole_lines) {
+  __device__ __forceinline__ void start(const Problem& problem, const Partition& cut, const UnitTable& table, int known_quota) {
     heads = static_cast<int>(problem.kv_heads) * cut.row_blocks;
     batch = 0;
     uniform_chunks = 0;
+    int total, longest;
     if (is_counted(problem)) {
       total = table.first_unit[problem.batch];
+      longest = table.longest_line;
     } else {  // all entries have as many chunks as entry 0; too many lengths to count: as many as the capacity, some in vain
-      uniform_chunks = problem.mask.lengths.data ? cut.chunks : entry_keys(problem, cut.chunk_shift, 0).chunks;
+      longest = uniform_chunks = problem.mask.lengths.data ? cut.chunks : entry_keys(problem, cut.chunk_shift, 0).chunks;
       total = static_cast<int>(problem.batch) * heads * uniform_chunks;
     }
-    run = whole_lines ? uniform_chunks : 1;
-    index = blockIdx.x * run;
+    quota = known_quota > 0 ? known_quota : choose_quota(total, longest, gridDim.x);
+    begin = index = min(total, static_cast<int>(blockIdx.x) * quota);
+    end = min(total, begin + quota);
   }
 
   // False when there is none left.
   __device__ __forceinline__ bool next(const Problem& problem, const Partition& cut, const UnitTable& table, Unit& unit) {
-    while (index < total) {
-      const int current = index;
-      if (++index % run == 0) index += (gridDim.x - 1) * run;
-      int ordinal;  // among the units of the entry
+    for (; index < end; ++index) {
+      int place;  // among the chunks of the entry
       if (uniform_chunks > 0) {
-        batch = current / (heads * uniform_chunks);
-        ordinal = current - batch * heads * uniform_chunks;
+        batch = index / (heads * uniform_chunks);
+        place = index - batch * heads * uniform_chunks;
       } else {
-        while (current >= table.first_unit[batch + 1]) ++batch;
-        ordinal = current - table.first_unit[batch];
+        while (index >= table.first_unit[batch + 1]) ++batch;
+        place = index - table.first_unit[batch];
       }
       const EntryKeys keys = entry_keys(problem, cut.chunk_shift, batch);
-      const int head_chunks = uniform_chunks > 0 ? uniform_chunks : keys.chunks;
-      const int head = ordinal / head_chunks, chunk = ordinal - head * head_chunks;
+      const int line_chunks = uniform_chunks > 0 ? uniform_chunks : keys.chunks;
+      const int head = place / line_chunks, chunk = place - head * line_chunks;
       if (chunk >= keys.chunks) continue;
 
+      const int line_begin = index - chunk;
       unit.batch = batch;
       unit.kv_head = head / cut.row_blocks;
       unit.row_block = head - unit.kv_head * cut.row_blocks;
-      unit.line = batch * heads + head;
       unit.chunk = keys.first_chunk + chunk;
       unit.ordinal = chunk;
       unit.entry_chunks = keys.chunks;
       unit.is_first = chunk == 0 && unit.row_block == 0;
       unit.begin = max(keys.begin, unit.chunk << cut.chunk_shift);
       unit.end = min(keys.end, (unit.chunk + 1) << cut.chunk_shift);
+      unit.run_begin = max(0, begin - line_begin);
+      unit.run_end = min(keys.chunks, end - line_begin);
+      unit.first_block = line_begin / quota;
+      unit.first_cut = (unit.first_block + 1) * quota - line_begin;
+      unit.cut_step = quota;
+      ++index;
       return true;
     }
     return false;

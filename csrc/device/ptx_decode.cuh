@@ -6,11 +6,6 @@
 
 namespace onnx_attn::device {
 
-// Arrives when all copies that this thread has started with copy_async are complete.
-__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Element (lane / 4, 2 * (lane % 4)) and the next of an 8x8 matrix of 16-bit elements become those of its transpose.
 __device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
   uint32_t result;

@@ -16,6 +16,12 @@ __device__ __forceinline__ void publish_barriers_to_copies() { asm volatile("fen
 
 // Orders this thread's ordinary accesses to shared memory before later bulk copies and warpgroup products.
 __device__ __forceinline__ void publish_to_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Unlike an ordinary load it stays where it is written: many of them, hoisted together, would want a register for each float.
+__device__ __forceinline__ float2 load_shared_pair(uint32_t source) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(source) : "memory");
+  return value;
+}
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 // How long the L2 cache should keep what a bulk load reads.
@@ -38,8 +44,11 @@ __device__ __forceinline__ void bulk_store(uint32_t source, const CUtensorMap& m
                : "memory");
 }
 __device__ __forceinline__ void bulk_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until shared memory may be overwritten ...
-__device__ __forceinline__ void bulk_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Until shared memory may be overwritten, but for that of the latest kPending groups ...
+template <int kPending = 0>
+__device__ __forceinline__ void bulk_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
 // ... and until the stores are complete.
 __device__ __forceinline__ void bulk_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
@@ -48,6 +57,9 @@ __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uin
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
 }
+
+// The same value, of which ptxas then knows that all lanes have it: it may live in a uniform register, and branches on it are uniform.
+__device__ __forceinline__ int uniform(int value) { return __reduce_max_sync(~0u, value); }
 
 // The same value, of which the compiler no longer knows where it came from: what is made of it is made here, not kept in registers.
 __device__ __forceinline__ uint32_t forget_origin(uint32_t value) {

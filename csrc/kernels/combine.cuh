@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   Partial result;
   for (int first = 0; first < keys.chunks; first += groups * kChunksTogether) {
     const int own = first + group * kChunksTogether;
-    const Partial eight = job.partials.sum_of(first_result + own, has_column ? keys.chunks - own : 0, quads, column);
+    Partial eight;
+    job.partials.add_to(eight, first_result + own, 1, has_column ? keys.chunks - own : 0, 0, quads, column);
     if (groups == 1) {
       result.add(eight);
       continue;

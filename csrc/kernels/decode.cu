@@ -1,5 +1,4 @@
 // decode.cu: launches the decode kernel and the combine kernel, and holds the latter.
-#include <algorithm>
 #include <map>
 #include <mutex>
 
@@ -33,7 +32,7 @@ cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
   return entry->second;
 }
 
-// Counts of the parts that have been stored of each line. They are 0 between launches, since whoever counts the last part resets them.
+// How many blocks have stored their parts of each line that several share. They are 0 between launches: whoever counts last resets them.
 // Launches that may run at the same time have counts of their own: one set for each stream, and one for each launch that is
 // captured into a graph, which may be replayed anywhere; like the workspace, it belongs to that launch of that graph.
 constexpr int kPartCounts = 1 << 19;
@@ -42,7 +41,7 @@ __device__ int part_counts[kPartCounts];
 class CountPool {
  public:
   // Null when all are taken.
-  cudaError_t take(int64_t lines, cudaStream_t stream, int** counts) {
+  cudaError_t take(int64_t blocks, cudaStream_t stream, int** counts) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
     int device = 0;
@@ -57,9 +56,8 @@ class CountPool {
       if (error != cudaSuccess) return error;
     }
     Range captured, &range = capture == cudaStreamCaptureStatusNone ? memory.of_streams[id] : captured;
-    if (range.size < lines) {
-      int64_t size = kSmallest;
-      while (size < lines) size *= 2;
+    if (range.size < blocks) {
+      const int64_t size = (blocks + kUnit - 1) / kUnit * kUnit;
       if (memory.taken + size > kPartCounts) return cudaSuccess;
       range = {memory.taken, size};
       memory.taken += size;
@@ -69,7 +67,7 @@ class CountPool {
   }
 
  private:
-  static constexpr int64_t kSmallest = 32;
+  static constexpr int64_t kUnit = 32;  // a cache line of them
   struct Range {
     int64_t first = 0, size = 0;
   };
@@ -102,7 +100,9 @@ cudaError_t launch_kernel(const void* kernel, int64_t blocks, int threads, int64
 
 cudaError_t launch(const Problem& problem, const Tuning& tuning, const Device& device, void* workspace, cudaStream_t stream) {
   const Partition cut = partition(problem, tuning);
-  Job job{problem, ScoreRule(problem), cut, tuning.whole_lines, mask_layout(problem, cut), tuning.stages, copies_past(problem), {}};
+  const Shares shares = share_out(problem, cut, tuning);
+  const bool adds_up = may_add_up(cut.rows, compiled_head_size(problem));
+  Job job{problem, ScoreRule(problem), cut, shares.quota, adds_up, mask_layout(problem, cut), tuning.stages, copies_past(problem), {}};
   const int64_t rows = problem.batch * problem.q_heads * problem.q_len;
   job.partials.outputs = static_cast<float4*>(workspace);
   job.partials.stats = reinterpret_cast<float2*>(job.partials.outputs + rows * job.cut.chunks * (problem.v_head_size / 4));
@@ -110,18 +110,15 @@ cudaError_t launch(const Problem& problem, const Tuning& tuning, const Device& d
   const void* kernel = find_kernel(problem, cut);
   cudaError_t error = allow_shared_memory(kernel, device);
   if (error != cudaSuccess) return error;
-  const int64_t lines = problem.batch * problem.kv_heads * cut.row_blocks;
-  const bool has_parts = cut.chunks > 1 && !tuning.whole_lines;
-  // Counting parts waits for all that the multiprocessor has on the way, 2 us and more while it loads: only for blocks at their end.
-  if (has_parts && lines * cut.chunks <= device.sm_count) {
+  // Blocks that do not add up would have parts of several lines to count where they take several chunks.
+  if (shares.makes_parts && (adds_up || shares.chunks <= shares.blocks)) {
     static CountPool pool;
-    if (error = pool.take(lines, stream, &job.part_counts); error != cudaSuccess) return error;
+    if (error = pool.take(shares.blocks, stream, &job.part_counts); error != cudaSuccess) return error;
   }
-  const int64_t units = tuning.whole_lines ? lines : lines * cut.chunks;
-  const int64_t blocks = std::min<int64_t>(units, device.sm_count);
+  if (shares.makes_parts && !job.part_counts) job.adds_up = false;  // the combine kernel knows chunks only
   void* arguments[] = {&job};
-  error = launch_kernel(kernel, blocks, kBlockThreads, shared_bytes(problem, tuning), arguments, device, stream);
-  if (error != cudaSuccess || !has_parts || job.part_counts) return error;
+  error = launch_kernel(kernel, shares.blocks, kBlockThreads, shared_bytes(problem, tuning), arguments, device, stream);
+  if (error != cudaSuccess || !shares.makes_parts || job.part_counts) return error;
 
   const void* combine = problem.dtype == DType::f16 ? reinterpret_cast<const void*>(combine_kernel<__half>)
                                                     : reinterpret_cast<const void*>(combine_kernel<__nv_bfloat16>);

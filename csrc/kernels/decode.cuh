@@ -24,8 +24,9 @@ __device__ __forceinline__ void compute_units(const Job& job, const SharedMemory
   const int first_key = role.group_in_team() * 16, key_step = 16 << job.cut.team_shift;  // in a tile
   RowTile<Element, kHeadSize, kRowEights> rows;
   BlockMask<kRowEights> mask(job.problem, job.rule, job.masks);
-  RowSum<RowTile<Element, kHeadSize, kRowEights>::kMayTakeLines> sum;
+  RowSum<RowTile<Element, kHeadSize, kRowEights>::kMayAddUp> sum;
   RingPlace place, slot;
+  int shared_lines = 0;
 
   for (;; slot.advance(kUnitSlots)) {
     const PreparedUnit& prepared = control.prepared[slot.index()];
@@ -58,12 +59,16 @@ __device__ __forceinline__ void compute_units(const Job& job, const SharedMemory
       merge_and_store(job, unit, role, shared, rows, held, sum);
       const int own_stage = held.of(role.team, job.cut.teams);
       if (own_stage >= 0) arrive_as_warp(control.ring.empty[own_stage]);
-      if (job.part_counts && unit.entry_chunks > 1) add_up_if_last<Element>(job, unit, role, control);
     } else {
       store_nothing<Element>(job, unit, role, sum);
     }
+    if (job.part_counts && unit.ends_run() && !unit.has_whole_line()) {
+      if (threadIdx.x == 0) control.shared_lines[shared_lines] = unit;
+      ++shared_lines;
+    }
     arrive_as_warp(control.units.empty[slot.index()]);
   }
+  if (shared_lines > 0) add_up_shared_lines<Element>(job, role, control, shared_lines);
 }
 
 template <class Element, int kHeadSize, int kRowEights>

@@ -10,12 +10,13 @@ struct Job {
   Problem problem;
   ScoreRule rule;
   Partition cut;
-  bool whole_lines = false;
+  int quota = 0;         // chunks of a block; 0: the device chooses it
+  bool adds_up = false;  // blocks add up the chunks that they have of a line
   MaskLayout masks;
   int stages = 0;
   bool copies_past = false;
   Partials partials;
-  int* part_counts = nullptr;  // of each line, 0 between launches; null: the combine kernel adds parts up
+  int* part_counts = nullptr;  // of each line, by its first block; 0 between launches. Null: the combine kernel adds up
 };
 
 // Warps of a block: first the eight that compute, then the helpers: one that prepares units, one that stores past rows where
@@ -39,7 +40,8 @@ struct Control {
   float2 stats[kComputingWarps][16];  // what a warp's rows are scaled to, and their sums
   PreparedUnit prepared[kUnitSlots];
   UnitTable table;
-  int parts_before;  // stored of the unit's line before the block's own
+  Unit shared_lines[2];  // the last unit in each line of which the block has a part: only its first and last can be such
+  int blocks_before[2];  // that had stored their parts of these
 };
 static_assert(sizeof(Control) <= kControlBytes);
 
@@ -75,7 +77,7 @@ template <class Body>
 __device__ __forceinline__ void for_each_unit(const Job& job, const UnitTable& table, Body&& body) {
   UnitWalk walk;
   Unit unit;
-  walk.start(job.problem, job.cut, table, job.whole_lines);
+  walk.start(job.problem, job.cut, table, job.quota);
   while (walk.next(job.problem, job.cut, table, unit)) body(unit);
 }
 

@@ -1,7 +1,6 @@
 // decode_limits.cpp: what the decode kernel takes and how it cuts a problem up. No CUDA: the planner of a CPU build asks too.
 #include "decode_limits.h"
 
-#include "../key_range.h"
 #include "../launch.h"
 #include "kernel_limits.h"
 
@@ -29,10 +28,10 @@ StagedMask stage_mask(int rows, int keys, DType dtype) {
 // Chunks hold 256 KB of keys and values, which lets one short sequence occupy the device, or 512 KB where there are more than 2 MB of
 // them for each head: every end of a chunk costs the computing warps a microsecond (one sequence of 8192 keys and 8 heads: 13.5 us
 // instead of 14.7). Up to 16 query rows, a chunk has at least 32 keys for each, so that writing and reading its partial results is
-// at most 1/16 of reading the keys. At most 64 chunks, which the combine kernel reads in one pass; a single one where two would do,
+// at most 1/16 of reading the keys. At most 128 chunks; a single one where two would do,
 // since that saves adding up. (H200, 2026-11)
 int choose_chunk_keys(const Problem& problem) {
-  constexpr int64_t kMaxChunks = 64, kKeysPerRow = 32, kMaxRows = 16;
+  constexpr int64_t kMaxChunks = 128, kKeysPerRow = 32, kMaxRows = 16;
   const int64_t rows = problem.q_heads / problem.kv_heads * problem.q_len;
   int64_t keys = 65536 / compiled_head_size(problem);
   if (problem.kv_len > 8 * keys) keys *= 2;
@@ -40,18 +39,6 @@ int choose_chunk_keys(const Problem& problem) {
   while (ceil_div(problem.kv_len, keys) > kMaxChunks) keys *= 2;
   if (problem.kv_len <= 2 * keys) keys *= 2;
   return static_cast<int>(keys);
-}
-
-// The share of the device's multiprocessors that have work, when `units` equal ones are dealt out to `workers` in turn.
-double occupancy(int64_t units, int64_t workers) {
-  return static_cast<double>(units) / static_cast<double>(ceil_div(units, workers) * workers);
-}
-
-// Blocks take whole lines where there are enough of them to occupy the device evenly: with parts that others have to add up, a step
-// of 32 sequences of 4096 keys took 11 us more (H200, 2026-11). With lengths, chunks share the work out better.
-bool can_take_whole_lines(const Problem& problem, const Partition& cut, const Device& device) {
-  return cut.chunks > 1 && !problem.mask.lengths.data && may_take_whole_lines(cut.rows, compiled_head_size(problem)) &&
-         device.sm_count > 0 && occupancy(problem.batch * problem.kv_heads * cut.row_blocks, device.sm_count) >= 0.88;
 }
 
 // The kernel stores the past rows of tiles that it reads: all tiles must be read, then, and what is read must be the present.
@@ -102,6 +89,22 @@ Partition partition(const Problem& problem, const Tuning& tuning) {
   return cut;
 }
 
+Shares share_out(const Problem& problem, const Partition& cut, const Tuning& tuning) {
+  const bool has_lengths = problem.mask.lengths.data != nullptr;
+  const int line = has_lengths ? cut.chunks : entry_keys(problem, cut.chunk_shift, 0).chunks;
+  Shares shares;
+  shares.chunks = problem.batch * problem.kv_heads * cut.row_blocks * line;
+  if (has_lengths) {
+    shares.blocks = static_cast<int>(shares.chunks < tuning.blocks ? shares.chunks : tuning.blocks);
+  } else {
+    shares.quota = choose_quota(static_cast<int>(shares.chunks), line, tuning.blocks);
+    shares.blocks = static_cast<int>(ceil_div(shares.chunks, shares.quota));
+  }
+  const bool takes_whole_lines = shares.quota % line == 0 && shares.quota > 0;
+  shares.makes_parts = cut.chunks > 1 && !(takes_whole_lines && may_add_up(cut.rows, compiled_head_size(problem)));
+  return shares;
+}
+
 MaskLayout mask_layout(const Problem& problem, const Partition& cut) {
   const TensorMask& tensor = problem.mask.tensor;
   const Padding& padding = problem.mask.padding;
@@ -135,13 +138,13 @@ Tuning choose_tuning(const Problem& problem, const Device& device) {
   tuning.chunk_keys = choose_chunk_keys(problem);
   tuning.stages = kMaxStages;
   while (tuning.stages > 1 && shared_bytes(problem, tuning) > device.max_shared_memory) --tuning.stages;
-  tuning.whole_lines = can_take_whole_lines(problem, partition(problem, tuning), device);
+  if (device.sm_count > 0) tuning.blocks = device.sm_count;
   return tuning;
 }
 
 int64_t workspace_bytes(const Problem& problem, const Tuning& tuning) {
   const Partition cut = partition(problem, tuning);
-  if (cut.chunks == 1 || tuning.whole_lines) return 0;
+  if (!share_out(problem, cut, tuning).makes_parts) return 0;
   const int64_t results = problem.batch * problem.kv_heads * cut.rows * cut.chunks;
   return results * (problem.v_head_size + 2) * static_cast<int64_t>(sizeof(float));
 }

@@ -1,8 +1,8 @@
 // decode_limits.h: what the decode kernel takes and how it cuts a problem up. Pure, so that it can be tested without a GPU.
 #pragma once
 
+#include "../key_range.h"
 #include "../plan.h"
-#include "../problem.h"
 
 namespace onnx_attn::decode {
 
@@ -30,12 +30,39 @@ struct Partition {
   ONNX_ATTN_HOST_DEVICE int block_rows() const { return row_tiles * tile_rows; }
 };
 
-// A line is all chunks of one (batch entry, kv head, row block).
+inline constexpr int kChunksTogether = 8;  // results of chunks add up in eights, and then the eights
+
 struct Tuning {
-  int chunk_keys = 0;        // a power of two
-  int stages = 0;            // of the ring of key and value tiles in shared memory
-  bool whole_lines = false;  // a block takes all chunks of a line; else chunks are dealt out. Has no part in the bits
+  int chunk_keys = 0;  // a power of two
+  int stages = 0;      // of the ring of key and value tiles in shared memory
+  int blocks = 1;      // at most, of the launch. This has no part in the bits
 };
+
+// The keys of one batch entry that some query row can see, and the chunks that hold them.
+struct EntryKeys {
+  int begin = 0, end = 0;
+  int first_chunk = 0;
+  int chunks = 1;  // an entry without keys has one, in which its zeros are written
+};
+ONNX_ATTN_HOST_DEVICE EntryKeys entry_keys(const Problem& problem, int chunk_shift, int64_t batch) {
+  const RowPosition position = row_position(problem.mask, batch, problem.q_len, problem.kv_len);
+  const KeyRange visible = visible_keys(problem.mask, position, 0, problem.q_len);
+  EntryKeys keys;
+  if (visible.begin >= visible.end) return keys;
+  keys.begin = static_cast<int>(visible.begin);
+  keys.end = static_cast<int>(visible.end);
+  keys.first_chunk = keys.begin >> chunk_shift;
+  keys.chunks = ((keys.end - 1) >> chunk_shift) - keys.first_chunk + 1;
+  return keys;
+}
+
+// A line is all chunks of one (batch entry, kv head, row block). The chunks of all lines, one line after the other, are a list of
+// which block b takes `quota` chunks from b * quota on: as many as each has to, or up to an eighth more where blocks then take
+// whole lines and nobody has to add up what others have found.
+ONNX_ATTN_HOST_DEVICE int choose_quota(int chunks, int longest_line, int blocks) {
+  const int quota = (chunks + blocks - 1) / blocks, whole = (quota + longest_line - 1) / longest_line * longest_line;
+  return int64_t{8} * whole <= int64_t{9} * quota ? whole : quota;
+}
 
 // Mask elements that come with a tile, row after row. Masks whose keys are not neighbours are not staged.
 struct StagedMask {
@@ -53,12 +80,22 @@ int compiled_head_size(const Problem& problem);  // 64, 128 or 256; smaller head
 constexpr int tile_keys(int compiled_head_size) { return 8192 / compiled_head_size; }  // 16 KB of K
 bool copies_past(const Problem& problem);  // the past rows are stored to `present` as they are read
 
-// A thread of a block keeps four columns of one row of the whole lines that the block takes; with 256 columns it has no registers left.
-constexpr bool may_take_whole_lines(int rows, int compiled_head_size) {
+// A thread of a block keeps four columns of one row of the line that the block adds up; with 256 columns it has no registers left.
+constexpr bool may_add_up(int rows, int compiled_head_size) {
   return compiled_head_size < 256 && rows * compiled_head_size <= 4 * 32 * kComputingWarps;
 }
 
 Partition partition(const Problem& problem, const Tuning& tuning);
+
+// How the list of chunks is shared out. With lengths only the device knows what each block takes.
+struct Shares {
+  int64_t chunks = 0;  // of the list; with lengths, of the capacity
+  int quota = 0;       // 0: the device chooses it
+  int blocks = 1;
+  bool makes_parts = false;  // of lines, for others to add up
+};
+Shares share_out(const Problem& problem, const Partition& cut, const Tuning& tuning);
+
 MaskLayout mask_layout(const Problem& problem, const Partition& cut);
 Tuning choose_tuning(const Problem& problem, const Device& device);
 

@@ -32,33 +32,42 @@ struct HeldStages {
 };
 
 // A unit's result for four columns of a row: an output, or a part of one that will be added up, here or by the combine kernel.
-template <class Element, bool kMayTakeLines>
+template <class Element, bool kMayAddUp>
 __device__ __forceinline__ void store_unit_result(const Job& job, const Unit& unit, int row, int column, const Partial& result,
-                                                  RowSum<kMayTakeLines>& sum) {
+                                                  RowSum<kMayAddUp>& sum) {
   const int result_row = (unit.batch * static_cast<int>(job.problem.kv_heads) + unit.kv_head) * job.cut.rows + row;
   if (unit.entry_chunks == 1) {
     store_result(job.problem, output_row<Element>(job.problem, result_row), result_row, column, result);
     return;
   }
-  if constexpr (kMayTakeLines) {
-    if (job.whole_lines) {
-      sum.add_chunk(unit.ordinal, result);
-      if (unit.ordinal < unit.entry_chunks - 1) return;
-      store_result(job.problem, output_row<Element>(job.problem, result_row), result_row, column, sum.finish(unit.entry_chunks));
+  const int quads = static_cast<int>(job.problem.v_head_size) / 4;
+  const int64_t first_part = int64_t{result_row} * job.cut.chunks + unit.chunk - unit.ordinal;
+  if constexpr (kMayAddUp) {
+    const int eight = unit.first_of_eight();
+    if (job.adds_up && eight >= unit.run_begin) {
+      sum.add_chunk(unit, result);
+      const bool ends_eight = sum.ends_eight(unit);
+      if (unit.has_whole_line()) {
+        if (unit.ends_run()) store_result(job.problem, output_row<Element>(job.problem, result_row), result_row, column, sum.row);
+      } else if (unit.run_begin == 0) {
+        if (!unit.ends_run()) return;
+        if (eight > 0 || ends_eight) job.partials.store(first_part, sum.row, quads, column);
+        if (!ends_eight) job.partials.store(first_part + eight, sum.eight, quads, column);
+      } else if (ends_eight || unit.ends_run()) {
+        job.partials.store(first_part + eight, sum.eight, quads, column);
+      }
       return;
     }
   }
-  const int64_t index = int64_t{result_row} * job.cut.chunks + unit.chunk;
-  job.partials.outputs[(index * job.problem.v_head_size + column) / 4] = result.output;
-  if (column == 0) job.partials.stats[index] = make_float2(result.max, result.sum);
+  job.partials.store(first_part + unit.ordinal, result, quads, column);
 }
 
 // Adds up what the key groups have found, in their order, and stores it. A warp leaves its output in the stage that its team
 // holds, which has room for one row tile or more.
-template <class Element, int kHeadSize, int kRowEights, bool kMayTakeLines>
+template <class Element, int kHeadSize, int kRowEights, bool kMayAddUp>
 __device__ __forceinline__ void merge_and_store(const Job& job, const Unit& unit, const Role& role, const SharedMemory<kHeadSize>& shared,
                                                 RowTile<Element, kHeadSize, kRowEights>& rows, const HeldStages& held,
-                                                RowSum<kMayTakeLines>& sum) {
+                                                RowSum<kMayAddUp>& sum) {
   constexpr int kTileRows = 8 * kRowEights, kQuads = kHeadSize / 4;  // of columns
   static_assert(Stage<kHeadSize>::kKeys / 16 * kTileRows * kHeadSize * 4 <= Stage<kHeadSize>::kBytes, "a stage has room for a team");
   Control& control = *shared.control;
@@ -132,30 +141,35 @@ __device__ __forceinline__ void merge_and_store(const Job& job, const Unit& unit
   }
 }
 
-// The block that has stored the last part of a line adds them all up.
+// At the end of the block: of the lines that it shares with others, it adds up those whose last part is its own. Counting parts waits
+// for all that the multiprocessor has on its way, and now there is nothing.
 template <class Element>
-__device__ __forceinline__ void add_up_if_last(const Job& job, const Unit& unit, const Role& role, Control& control) {
-  if (threadIdx.x == 0) control.parts_before = device::count_on_device(job.part_counts + unit.line);
+__device__ __forceinline__ void add_up_shared_lines(const Job& job, const Role& role, Control& control, int lines) {
+  role.meet();  // thread 0 has noted the lines
+  const int warp = warp_index();
+  if (warp < lines && lane_index() == 0) {
+    control.blocks_before[warp] = device::count_on_device(job.part_counts + control.shared_lines[warp].first_block);
+  }
   role.meet();
-  if (control.parts_before < unit.entry_chunks - 1) return;
-  if (threadIdx.x == 0) job.part_counts[unit.line] = 0;
-  const int quads = static_cast<int>(job.problem.v_head_size) / 4, block_rows = role.cut.block_rows();
-  const int first_row = unit.row_block * block_rows, rows = min(block_rows, job.cut.rows - first_row);
-  for (int index = threadIdx.x; index < rows * quads; index += 32 * kComputingWarps) {
-    const int column = index % quads * 4;
-    const int row = (unit.batch * static_cast<int>(job.problem.kv_heads) + unit.kv_head) * job.cut.rows + first_row + index / quads;
-    const int64_t first_part = int64_t{row} * job.cut.chunks + unit.chunk - unit.ordinal;
-    Partial result;
-    for (int first = 0; first < unit.entry_chunks; first += kChunksTogether) {
-      result.add(job.partials.sum_of(first_part + first, unit.entry_chunks - first, quads, column));
+#pragma unroll 1
+  for (int i = 0; i < lines; ++i) {
+    const Unit& unit = control.shared_lines[i];
+    if (control.blocks_before[i] < unit.line_blocks() - 1) continue;
+    if (threadIdx.x == 0) job.part_counts[unit.first_block] = 0;
+    const int quads = static_cast<int>(job.problem.v_head_size) / 4, block_rows = role.cut.block_rows();
+    const int first_row = unit.row_block * block_rows, rows = min(block_rows, job.cut.rows - first_row);
+    for (int index = threadIdx.x; index < rows * quads; index += 32 * kComputingWarps) {
+      const int column = index % quads * 4;
+      const int row = (unit.batch * static_cast<int>(job.problem.kv_heads) + unit.kv_head) * job.cut.rows + first_row + index / quads;
+      const int64_t first_part = int64_t{row} * job.cut.chunks + unit.chunk - unit.ordinal;
+      store_result(job.problem, output_row<Element>(job.problem, row), row, column, job.partials.line_sum(unit, first_part, quads, column));
     }
-    store_result(job.problem, output_row<Element>(job.problem, row), row, column, result);
   }
 }
 
 // The rows of a unit without keys.
-template <class Element, bool kMayTakeLines>
-__device__ __forceinline__ void store_nothing(const Job& job, const Unit& unit, const Role& role, RowSum<kMayTakeLines>& sum) {
+template <class Element, bool kMayAddUp>
+__device__ __forceinline__ void store_nothing(const Job& job, const Unit& unit, const Role& role, RowSum<kMayAddUp>& sum) {
   const int quads = static_cast<int>(job.problem.v_head_size) / 4, block_rows = role.cut.block_rows();
   const int first_row = unit.row_block * block_rows, rows = min(block_rows, job.cut.rows - first_row);
   for (int index = threadIdx.x; index < rows * quads; index += 32 * kComputingWarps) {

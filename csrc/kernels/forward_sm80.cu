@@ -13,8 +13,6 @@ namespace forward_sm80_kernel {
 
 namespace {
 
-constexpr float kMinUnit = 1e-6f;
-
 ForwardParams make_params(const Problem& problem) {
   ForwardParams params;
   params.problem = problem;
@@ -22,13 +20,13 @@ ForwardParams make_params(const Problem& problem) {
   const TensorMask& tensor = problem.mask.tensor;
   const bool has_wide_bias =
       problem.mask.padding.kind != Padding::Kind::none || (tensor.kind == TensorMask::Kind::bias && tensor.dtype != DType::f16);
-  const float unit = static_cast<float>(problem.scale * device::kExactLog2e);
+  const float unit = raw_unit(problem);
   float bias_unit = static_cast<float>(device::kExactLog2e);
   if (problem.softcap != 0) {
     params.transform.form = ScoreForm::capped;
     params.transform.cap = static_cast<float>(problem.softcap * device::kExactLog2e);
     params.transform.cap_in = static_cast<float>(2 * device::kExactLog2e * problem.scale / problem.softcap);
-  } else if (has_wide_bias || !(unit >= kMinUnit && unit <= 1)) {  // 0 included: it would make NaN of excluded scores
+  } else if (has_wide_bias || !is_usual_unit(unit)) {
     params.transform.form = ScoreForm::scaled;
     params.transform.scale = unit;
   } else {

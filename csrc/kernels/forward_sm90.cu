@@ -13,14 +13,16 @@ namespace onnx_attn::forward_sm90_kernel {
 
 namespace {
 
-constexpr float kMinUnit = 1e-6f;
-
 decltype(&cuTensorMapEncodeTiled) find_encoder() {  // in the driver, without linking it
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
   const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
   const bool is_found = error == cudaSuccess && found == cudaDriverEntryPointSuccess;
   return is_found ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function) : nullptr;
+}
+
+CUtensorMapDataType element_type(DType dtype) {
+  return dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
 // What a map copies at a time: `rows` rows of `columns` elements.
@@ -92,16 +94,16 @@ ForwardParams make_params(const Problem& problem) {
   const Mask& mask = problem.mask;
   params.mask = choose_mask_tiles(problem);
 
-  const float raw_unit = static_cast<float>(problem.scale * device::kExactLog2e);
   ScoreTransform& transform = params.transform;
   transform.unit = static_cast<float>(device::kExactLog2e);
   if (problem.softcap != 0) {
     set_cap(transform, problem.softcap, problem.scale / problem.softcap);
-  } else if (mask.tensor.kind == TensorMask::Kind::bias || !(raw_unit >= kMinUnit && raw_unit <= 1)) {  // 0: NaN of excluded scores
+  } else if (scores_stay_raw(problem)) {
+    transform.unit = raw_unit(problem);
+    params.score_output.scale = static_cast<float>(problem.scale);
+  } else {
     transform.form = ScoreForm::scaled;
     transform.scale = static_cast<float>(problem.scale);
-  } else {
-    transform.unit = raw_unit;
   }
   transform.filter = static_cast<float>(mask.padding.filter);
   // In raw scores a finite filter may be beyond every float; it stops far from there, and further still from every score.
@@ -127,28 +129,70 @@ constexpr Launcher kLaunchers[] = {
     {256, 256, DType::f16, launch<__half, 256, 256>}, {256, 256, DType::bf16, launch<__nv_bfloat16, 256, 256>},
 };
 
-}  // namespace
+constexpr Launcher kScoreLaunchers[] = {
+    {64, 64, DType::f16, launch_with_scores<__half, 64>},
+    {64, 64, DType::bf16, launch_with_scores<__nv_bfloat16, 64>},
+    {128, 128, DType::f16, launch_with_scores<__half, 128>},
+    {128, 128, DType::bf16, launch_with_scores<__nv_bfloat16, 128>},
+};
 
-bool make_tensor_maps(ForwardParams& params, const TileSize& tile) {
-  const Problem& problem = params.problem;
-  const int64_t batch = problem.batch, q_heads = problem.q_heads, kv_heads = problem.kv_heads;
-  const auto type = problem.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const Box rows{type, 2, 64, tile.rows}, keys{type, 2, 64, tile.keys};
-  TensorMaps& maps = params.maps;
-  return make_map(maps.q, rows, problem.q, problem.head_size, problem.q_len, q_heads, batch) &&
-         make_map(maps.k, keys, problem.k, problem.head_size, problem.kv_len, kv_heads, batch) &&
-         make_map(maps.v, keys, problem.v, problem.v_head_size, problem.kv_len, kv_heads, batch) &&
-         make_map(maps.y, rows, problem.y, problem.v_head_size, problem.q_len, q_heads, batch) &&
-         (params.mask.access != MaskAccess::tiles || make_mask_map(params, tile));
-}
+constexpr Launcher kScorePassLaunchers[] = {
+    {64, 0, DType::f16, launch_score_pass<__half, 64>},   {64, 0, DType::bf16, launch_score_pass<__nv_bfloat16, 64>},
+    {128, 0, DType::f16, launch_score_pass<__half, 128>}, {128, 0, DType::bf16, launch_score_pass<__nv_bfloat16, 128>},
+    {256, 0, DType::f16, launch_score_pass<__half, 256>}, {256, 0, DType::bf16, launch_score_pass<__nv_bfloat16, 256>},
+};
 
-cudaError_t launch_any(const Problem& problem, const LaunchSite& site) {
-  for (const Launcher& launcher : kLaunchers) {
+template <int kCount>
+cudaError_t launch_first(const Launcher (&launchers)[kCount], const Problem& problem, const LaunchSite& site) {
+  for (const Launcher& launcher : launchers) {
     if (launcher.dtype == problem.dtype && launcher.head_size >= problem.head_size && launcher.v_head_size >= problem.v_head_size) {
       return launcher.launch(make_params(problem), site);
     }
   }
   return cudaErrorInvalidValue;  // forward_sm90_refusal was not asked
+}
+
+}  // namespace
+
+bool make_product_maps(ForwardParams& params, const TileSize& tile) {
+  const Problem& problem = params.problem;
+  const auto type = element_type(problem.dtype);
+  return make_map(params.maps.q, Box{type, 2, 64, tile.rows}, problem.q, problem.head_size, problem.q_len, problem.q_heads,
+                  problem.batch) &&
+         make_map(params.maps.k, Box{type, 2, 64, tile.keys}, problem.k, problem.head_size, problem.kv_len, problem.kv_heads,
+                  problem.batch);
+}
+
+bool make_tensor_maps(ForwardParams& params, const TileSize& tile) {
+  const Problem& problem = params.problem;
+  const auto type = element_type(problem.dtype);
+  const Box rows{type, 2, 64, tile.rows}, keys{type, 2, 64, tile.keys};
+  return make_product_maps(params, tile) &&
+         make_map(params.maps.v, keys, problem.v, problem.v_head_size, problem.kv_len, problem.kv_heads, problem.batch) &&
+         make_map(params.maps.y, rows, problem.y, problem.v_head_size, problem.q_len, problem.q_heads, problem.batch) &&
+         (params.mask.access != MaskAccess::tiles || make_mask_map(params, tile));
+}
+
+bool make_score_map(ForwardParams& params) {
+  const Problem& problem = params.problem;
+  const auto type = element_type(problem.dtype);
+  const int64_t head = problem.q_len * problem.kv_len;
+  const Tensor4 scores{problem.scores, problem.q_heads * head, head, problem.kv_len};
+  return make_map(params.score_output.map, Box{type, 2, 64, 16}, scores, problem.kv_len, problem.q_len, problem.q_heads, problem.batch);
+}
+
+cudaError_t launch_any(const Problem& problem, const LaunchSite& site) {
+  return problem.score_mode == ScoreMode::none ? launch_first(kLaunchers, problem, site) : launch_first(kScoreLaunchers, problem, site);
+}
+
+cudaError_t launch_any_score_pass(const Problem& problem, const LaunchSite& site) {
+  Problem shown = problem;
+  shown.v_head_size = 0;
+  if (problem.score_mode == ScoreMode::raw) shown.softcap = 0;
+  if (problem.score_mode == ScoreMode::raw || problem.score_mode == ScoreMode::capped) {  // defined at every cell
+    shown.mask = Mask{};
+  }
+  return launch_first(kScorePassLaunchers, shown, site);
 }
 
 }  // namespace onnx_attn::forward_sm90_kernel

@@ -1,5 +1,6 @@
 // forward_sm90.cuh: attention forward for Hopper: a warpgroup whose warps deal and load (forward_sm90_dealer.cuh,
 // forward_sm90_loader.cuh) and two or three that compute (forward_sm90_consumer.cuh).
+// A call's scores, if it wants them before the softmax, leave as they are computed (forward_sm90_score_output.cuh).
 //
 // Key tiles go from the last to the first through rings in shared memory, so that the tiles at the ragged end and on the
 // diagonal, which need limits, come first. A thread block computes one block of query rows, or as many as it is dealt: then the
@@ -18,7 +19,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) forward(const __grid_const
   SharedMemory<Shape>& shared = *reinterpret_cast<SharedMemory<Shape>*>(shared_bytes);
 
   if (threadIdx.x == 0) {
-    constexpr int kWarps = Shape::kWarpgroups * 4, kLoaders = has_mask(kScoreWork) ? 3 : 2;
+    constexpr int kWarps = Shape::kWarpgroups * 4, kLoaders = has_mask(kScoreWork) || Shape::kWritesScores ? 3 : 2;
     shared.query_ring.init(1, 1);
 #pragma unroll
     for (uint64_t& barrier : shared.output_full) barrier_init(shared_address(&barrier), kWarps);
@@ -42,8 +43,12 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) forward(const __grid_const
     shrink_registers<Shape::kLoaderRegisters>();
     if (threadIdx.x == 0) load_keys_and_values(shared, params);
     if (threadIdx.x == 32) load_queries_and_store_output(shared, params);
-    if (threadIdx.x / 32 == 2) deal_blocks<Shape, kScoreWork>(shared, params);
+    if (threadIdx.x / 32 == 2) deal_blocks<Shape, kScoreWork>(shared, params, [](const RowBlock<Shape>&, int) {});
     if (has_mask(kScoreWork) && threadIdx.x == 96) load_mask_tiles<Shape, kScoreWork>(shared, params);
+    if constexpr (Shape::kWritesScores) {
+      static_assert(!has_mask(kScoreWork), "the fourth warp has one job");
+      if (threadIdx.x / 32 == 3) fill_invisible_scores<Element, Shape>(shared, params.problem, -INFINITY);
+    }
   } else {
     grow_registers<Shape::kConsumerRegisters>();
     consume<Element, Shape, kScoreWork>(shared, params, warpgroup);

@@ -1,18 +1,13 @@
 // forward_sm90_block.cuh: what a thread block of the Hopper forward kernel is made of: tile sizes, shared memory, its pieces of work.
 #pragma once
 
-#include "../device/fragment.cuh"
-#include "../device/ptx_sm90.cuh"
+#include "../device/warpgroup_tile.cuh"
 #include "forward_sm90_params.h"
+#include "kernel_limits.h"
 
 namespace onnx_attn::forward_sm90_kernel {
 
 using namespace device;
-
-inline constexpr int kMaxSharedBytes = 232448;  // of one block on compute capability 9.0
-inline constexpr int kWarpgroupRows = 64;
-inline constexpr int kWarpgroupThreads = 128;
-inline constexpr int kPanelBytes = 128;  // a row of a panel: 64 columns
 
 enum NamedBarrier { kWholeBlock, kFirstWarpgroup };  // and one for each further warpgroup that computes
 
@@ -29,13 +24,16 @@ __host__ __device__ constexpr bool has_mask(ScoreWork work) { return work >= Sco
 
 // kWarpgroups: that compute, each 64 query rows; one more loads.
 // kHoldExponentials: see hold_exponentials; whether it helps was measured for each shape.
-template <int kHeadSize_, int kValueSize_, int kKeys_, int kWarpgroups_, bool kHoldExponentials_, bool kHasMask_ = false>
+// kWritesScores: the call has a scores output, whose tiles leave by way of shared memory.
+template <int kHeadSize_, int kValueSize_, int kKeys_, int kWarpgroups_, bool kHoldExponentials_, bool kHasMask_ = false,
+          bool kWritesScores_ = false>
 struct TileShape {
   static constexpr int kHeadSize = kHeadSize_;
   static constexpr int kValueSize = kValueSize_;
   static constexpr int kKeys = kKeys_;
   static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr bool kHoldExponentials = kHoldExponentials_;
+  static constexpr bool kWritesScores = kWritesScores_;
 
   static constexpr int kRows = kWarpgroups * kWarpgroupRows;
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
@@ -45,14 +43,16 @@ struct TileShape {
   static constexpr int kKeyBytes = kKeys * kKeyPanels * kPanelBytes;
   static constexpr int kValueBytes = kKeys * kValuePanels * kPanelBytes;
   static constexpr int kMaskBytes = kHasMask_ ? kRows * kKeys * 4 : 0;  // four tiles of bytes, two of 16-bit elements, or one of floats
+  static constexpr int kScoreBytes = kWritesScores ? kRows * kKeys * 2 : 0;
   static constexpr int kControlBytes = 1024;
 
   static constexpr bool fits(int query_stages, int stages) {
-    return query_stages * kQueryBytes + stages * (kKeyBytes + kValueBytes) + kMaskBytes + kControlBytes <= kMaxSharedBytes;
+    return query_stages * kQueryBytes + stages * (kKeyBytes + kValueBytes) + kMaskBytes + kScoreBytes + kControlBytes <= kHopperSharedBytes;
   }
   // With room for several Q the next one is loaded early, output, which leaves through Q's place, may do so at leisure, and the
-  // first scores of a block are computed beside the last product of the one before.
-  static constexpr int kQueryStages = fits(3, 2) ? 3 : fits(2, 2) ? 2 : 1;
+  // first scores of a block are computed beside the last product of the one before. Beside tiles of scores a third Q would cost places
+  // for K and V.
+  static constexpr int kQueryStages = fits(3, 2) && !kWritesScores ? 3 : fits(2, 2) ? 2 : 1;
   static constexpr int kStages = fits(kQueryStages, 4) ? 4 : 2;
 
   static constexpr int kLoaderRegisters = kWarpgroups == 3 ? 32 : 40;
@@ -101,9 +101,17 @@ struct alignas(16) RowBlock {
   bool has_mask_tiles;                // ... in tiles
 };
 
+// A tile of scores on its way out: the part of each warp in panels of 16 rows.
+template <int kBytes>
+struct ScorePlace {
+  alignas(1024) uint8_t scores[kBytes];
+};
+template <>
+struct ScorePlace<0> {};
+
 // Tiles are stored in panels of 64 columns, swizzled by the bulk copies: 8 rows of 128 bytes, their 16-byte chunks permuted.
 template <class Shape>
-struct SharedMemory {
+struct SharedMemory : ScorePlace<Shape::kScoreBytes> {
   alignas(1024) uint8_t queries[Shape::kQueryStages][Shape::kQueryBytes];  // and then the output
   alignas(1024) uint8_t keys[Shape::kStages][Shape::kKeyBytes];
   alignas(1024) uint8_t values[Shape::kStages][Shape::kValueBytes];

@@ -3,53 +3,11 @@
 
 #include <type_traits>
 
-#include "../device/wgmma.cuh"
 #include "forward_sm90_block.cuh"
 #include "forward_sm90_mask.cuh"
+#include "forward_sm90_score_output.cuh"
 
 namespace onnx_attn::forward_sm90_kernel {
-
-template <class Shape>
-using Output = Accumulator<1, Shape::kValueSize / 8>;
-
-// Softmax weights as left operand of the product with V.
-template <class Element, class Shape>
-struct Weights {
-  uint32_t operand[Shape::kKeys / 16][4];
-
-  __device__ __forceinline__ void pack(const Scores<Shape>& weights) {
-#pragma unroll
-    for (int step = 0; step < Shape::kKeys / 16; ++step) {
-      pack_operand<Element>(operand[step], weights.value[0][2 * step], weights.value[0][2 * step + 1]);
-    }
-  }
-};
-
-// scores = Q K^T, started. Rows of both operands are the depth: 16 columns of a panel are 32 bytes.
-template <class Element, class Shape>
-__device__ __forceinline__ void start_scores(Scores<Shape>& scores, uint32_t queries, uint32_t keys) {
-  const uint64_t query = panel_descriptor(queries, 0), key = panel_descriptor(keys, 0);
-  products_begin();
-#pragma unroll
-  for (int step = 0; step < Shape::kHeadSize / 16; ++step) {
-    const int panel = step / 4, bytes = step % 4 * 32;
-    multiply_keys<Element>(scores.value[0], query + (panel * Shape::kRows * kPanelBytes + bytes) / 16,
-                           key + (panel * Shape::kKeys * kPanelBytes + bytes) / 16, step > 0);
-  }
-  products_commit();
-}
-
-// output = weights V, or output += weights V to go on, started.
-template <class Element, class Shape>
-__device__ __forceinline__ void start_output(Output<Shape>& output, const Weights<Element, Shape>& weights, uint32_t values, bool go_on) {
-  const uint64_t value = panel_descriptor(values, Shape::kKeys * kPanelBytes);
-  products_begin();
-#pragma unroll
-  for (int step = 0; step < Shape::kKeys / 16; ++step) {
-    multiply_values<Element>(output.value[0], weights.operand[step], value + step * 16 * kPanelBytes / 16, step > 0 || go_on);
-  }
-  products_commit();
-}
 
 // Rows of V past the length of a batch entry may hold NaN, and 0 * NaN is NaN. Every warpgroup clears them for itself.
 template <class Shape>
@@ -67,42 +25,14 @@ __device__ __forceinline__ void clear_values_from(uint8_t* values, int row) {
   publish_to_bulk_copies();  // warpgroup products read like them
 }
 
-// Normalizes a warp's output and leaves it at `place`, where the warpgroup's queries were, for the thread that stores it. All
-// warps of a warpgroup are done with queries when the products with them are.
+// Normalizes a warp's output and leaves it at `place`, where the warpgroup's queries were, for the thread that stores it.
 template <class Element, class Shape>
 __device__ __forceinline__ void hand_over(const Output<Shape>& output, const float (&inverse)[2], uint32_t place, uint32_t barrier) {
-  // A row without keys may have added 0 * NaN from values that it must not see.
-  const auto normalized = [&](int j, int e) { return inverse[e / 2] == 0.0f ? 0.0f : output.value[0][j][e] * inverse[e / 2]; };
-  // Lanes 0-15 name the rows of column tile j, lanes 16-31 those of column tile j + 1.
-  const int lane = lane_index(), row = threadIdx.x % kWarpgroupThreads / 32 * 16 + lane % 16;
-#pragma unroll
-  for (int j = 0; j < Shape::kValueSize / 8; j += 2) {
-    const int chunk = (j % 8 + lane / 16) ^ row % 8;
-    const auto packed = [&](int tile, int e) { return pack<Element>(normalized(tile, e), normalized(tile, e + 1)); };
-    store_matrices(place + (j / 8 * Shape::kRows + row) * kPanelBytes + chunk * 16, packed(j, 0), packed(j, 2), packed(j + 1, 0),
-                   packed(j + 1, 2));
-  }
+  stage_output<Element, Shape>(output, inverse, place);
   publish_to_bulk_copies();
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (lane_index() == 0) barrier_arrive(barrier);
 }
-
-// `row`: of the warp, in the block.
-template <class Shape>
-__device__ __forceinline__ void store_log_sum_exp(const Problem& problem, const RunningSoftmax<2>& softmax, float unit,
-                                                  const RowBlock<Shape>& block, int row) {
-  if (!problem.lse || lane_index() % 4 != 0) return;
-  float* head = problem.lse + (block.batch * problem.q_heads + block.q_head) * problem.q_len;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int query = block.first_row + row + fragment_row(r);
-    const float value = fmaf(softmax.row_max[r], unit * kLn2, log2f(softmax.row_sum[r]) * kLn2);
-    if (query < problem.q_len) head[query] = softmax.is_empty(r) ? -INFINITY : value;
-  }
-}
-
-// The same value, of which ptxas then knows that all lanes have it: it may live in a uniform register, and branches on it are uniform.
-__device__ __forceinline__ int uniform(int value) { return __reduce_max_sync(~0u, value); }
 
 template <class Element, class Shape, ScoreWork kScoreWork>
 __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const ForwardParams& params, int warpgroup) {
@@ -170,6 +100,10 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
       if (is_edge && kMayBeCapped) KeyLimits(block, row, tile_key).template replace_others<Shape>(scores, 0.0f);
       mask.apply(scores, block, row, tile_key);
       if (is_edge) KeyLimits(block, row, tile_key).template replace_others<Shape>(scores, -INFINITY);
+      if constexpr (Shape::kWritesScores) {
+        const ScoreOutput& out = params.score_output;
+        store_scores<Element, Shape, 1>(scores, out.scale, shared_address(shared.scores), out.map, block, row, tile_key);
+      }
       must_correct = softmax.advance(scores, unit, correction);
       float reference[2];
       softmax.find_references(scores, unit, reference);
@@ -253,7 +187,10 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
         --masks_to_pass;
       }
     }
-    if (is_last) return;
+    if (is_last) {
+      if constexpr (Shape::kWritesScores) wait_for_scores();
+      return;
+    }
 
     shared.query_ring.wait_full(round);
     if (!is_empty) {
@@ -278,7 +215,7 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
       softmax = RunningSoftmax<2>();
       finish_block({0.0f, 0.0f}, round);
     }
-    store_log_sum_exp<Shape>(params.problem, softmax, unit, block, row);
+    store_log_sum_exp(params.problem, softmax, unit, block.batch, block.q_head, block.first_row + row);
     __syncwarp();
     if (lane_index() == 0) shared.block_ring.release(round);
   }

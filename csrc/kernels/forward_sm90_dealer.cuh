@@ -140,8 +140,9 @@ __device__ __forceinline__ void describe_block(RowBlock<Shape>& block, const For
   block.has_mask_tiles = block.reads_mask && params.mask.access == MaskAccess::tiles;
 }
 
-template <class Shape, ScoreWork kScoreWork>
-__device__ __forceinline__ void deal_blocks(SharedMemory<Shape>& shared, const ForwardParams& params) {
+// describe(block, stage): what else the block's warps must know.
+template <class Shape, ScoreWork kScoreWork, class Shared, class Describe>
+__device__ __forceinline__ void deal_blocks(Shared& shared, const ForwardParams& params, Describe&& describe) {
   int index = blockIdx.x;
 #pragma unroll 1
   for (int round = 0;; ++round) {
@@ -150,6 +151,7 @@ __device__ __forceinline__ void deal_blocks(SharedMemory<Shape>& shared, const F
     shared.block_ring.wait_free(round);
     if (!is_last) {
       describe_block<Shape, kScoreWork>(block, params, index);
+      describe(block, shared.block_ring.stage(round));
     } else if (lane_index() == 0) {
       block.first_row = RowBlock<Shape>::kNoRow;
     }

@@ -10,12 +10,13 @@ namespace onnx_attn::forward_sm90_kernel {
 
 template <class Element, class Shape, ScoreWork kScoreWork>
 cudaError_t launch_shape(ForwardParams params, const LaunchSite& site) {
-  static_assert(sizeof(SharedMemory<Shape>) <= kMaxSharedBytes);
+  static_assert(sizeof(SharedMemory<Shape>) <= kHopperSharedBytes);
   params.order = order_work(params.problem, Shape::kRows);
   params.order.band = site.tuning.band;
   params.is_batch_first = site.tuning.is_batch_first;
   params.blocks = static_cast<int>(params.order.heads * params.order.row_blocks);
   if (!make_tensor_maps(params, TileSize{Shape::kRows, Shape::kKeys})) return cudaErrorInvalidValue;
+  if (Shape::kWritesScores && !make_score_map(params)) return cudaErrorInvalidValue;
 
   constexpr auto kKernel = forward<Element, Shape, kScoreWork>;
   cudaError_t error = allow_shared_memory<kKernel>(sizeof(SharedMemory<Shape>));
@@ -65,6 +66,18 @@ cudaError_t launch_by_work(const ForwardParams& params, const LaunchSite& site) 
   }
   return site.tuning.large_tile ? launch_shape<Element, LargeShape, ScoreWork::none>(params, site)
                                 : launch_shape<Element, PlainShape, ScoreWork::none>(params, site);
+}
+
+// Calls that forward_sm90_refusal lets through have no mask.
+template <class Element, class LargeShape, class PlainShape>
+cudaError_t launch_with_scores_by_work(const ForwardParams& params, const LaunchSite& site) {
+  switch (score_work(params)) {
+    case ScoreWork::none:
+      return site.tuning.large_tile ? launch_shape<Element, LargeShape, ScoreWork::none>(params, site)
+                                    : launch_shape<Element, PlainShape, ScoreWork::none>(params, site);
+    case ScoreWork::cap: return launch_shape<Element, PlainShape, ScoreWork::cap>(params, site);
+    default: return cudaErrorInvalidValue;
+  }
 }
 
 }  // namespace onnx_attn::forward_sm90_kernel

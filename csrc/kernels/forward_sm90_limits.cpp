@@ -5,8 +5,13 @@
 
 #include "../launch.h"
 #include "kernel_limits.h"
+#include "raw_unit.h"
 
 namespace onnx_attn::forward_sm90_kernel {
+
+bool scores_stay_raw(const Problem& problem) {
+  return problem.softcap == 0 && problem.mask.tensor.kind != TensorMask::Kind::bias && is_usual_unit(raw_unit(problem));
+}
 
 // The choices were measured on an H200 at the shapes named; a chip that is warm from work before is 5 to 10 % slower, so
 // differences below that are not acted upon.
@@ -65,6 +70,35 @@ bool fits_tensor_map(const Tensor4& tensor, int64_t batch, int64_t heads, int64_
          fits(rows, tensor.row_stride);
 }
 
+// Of what the products of Q and K need.
+const char* product_refusal(const Problem& problem) {
+  if (problem.head_size < 8 || problem.head_size > kMaxHeadSize) return "head_size is not between 8 and 256";
+  if (problem.q_len < kMinQueries) return "there are fewer than 64 queries";
+  if (problem.kv_len < 1) return "there are no keys";
+  if (problem.batch * problem.q_heads > kMostRowBlocks / ((problem.q_len + kMinQueries - 1) / kMinQueries)) {
+    return "there are more than 2^30 blocks of query rows";
+  }
+  if (!fits_tensor_map(problem.q, problem.batch, problem.q_heads, problem.q_len)) return "rows of Q are not 16-byte aligned";
+  if (!fits_tensor_map(problem.k, problem.batch, problem.kv_heads, problem.kv_len)) return "rows of K are not 16-byte aligned";
+  return nullptr;
+}
+
+// Of scores that leave by bulk copies and without a mask.
+const char* score_rows_refusal(const Problem& problem) {
+  const Mask& mask = problem.mask;
+  const bool shows_all = problem.score_mode == ScoreMode::raw || problem.score_mode == ScoreMode::capped;
+  const bool has_mask = mask.tensor.kind != TensorMask::Kind::none || mask.padding.kind != Padding::Kind::none;
+  if (has_mask && !shows_all) return "scores with a mask were asked for";
+  if (problem.score_mode == ScoreMode::mha_logits && mask.right >= 0) return "scores of keys after a row's own were asked for";
+  if (problem.kv_len % 8 != 0 || reinterpret_cast<uintptr_t>(problem.scores) % 16 != 0) return "rows of scores are not 16-byte aligned";
+  Problem shown = problem;
+  if (shows_all) shown.mask.tensor.kind = TensorMask::Kind::none;
+  const bool is_capped = problem.softcap != 0 && problem.score_mode != ScoreMode::raw;
+  if (problem.score_mode == ScoreMode::raw) shown.softcap = 0;
+  if (!is_capped && !forward_sm90_kernel::scores_stay_raw(shown)) return "scores of an unusual scale were asked for";
+  return nullptr;
+}
+
 const char* mask_refusal(const Problem& problem) {
   const TensorMask& mask = problem.mask.tensor;
   if (mask.kind != TensorMask::Kind::none && mask.columns < 1) return "the mask has no column";
@@ -81,23 +115,31 @@ const char* mask_refusal(const Problem& problem) {
   return nullptr;
 }
 
+// The scores that leave while Y is made: those that enter the softmax, of keys that some row sees.
+const char* score_output_refusal(const Problem& problem) {
+  const Mask& mask = problem.mask;
+  const ScoreMode mode = problem.score_mode;
+  if (mode == ScoreMode::none) return nullptr;
+  if (mode == ScoreMode::weights) return "softmax weights were asked for, and no sum is known before the last key";
+  if (mask.tensor.kind != TensorMask::Kind::none || mask.padding.kind != Padding::Kind::none) return "scores with a mask were asked for";
+  const bool shows_all = mode == ScoreMode::raw || mode == ScoreMode::capped;
+  if (shows_all && (mask.lengths.data || mask.left >= 0 || mask.right >= 0)) return "scores of keys that no row sees were asked for";
+  if (mode == ScoreMode::raw && problem.softcap != 0) return "scores before the softcap were asked for";
+  if (problem.head_size > 128 || problem.v_head_size > 128) return "scores of a head size above 128 were asked for";
+  return score_rows_refusal(problem);
+}
+
 }  // namespace
 
 const char* forward_sm90_refusal(const Problem& problem) {
-  if (const char* reason = half_forward_refusal(problem)) return reason;
-  if (problem.append.active) return "new rows have not been appended yet";
-  if (problem.q_bias || problem.k_bias || problem.v_bias) return "there are projection biases";
-  if (problem.head_size < 8 || problem.head_size > kMaxHeadSize) return "head_size is not between 8 and 256";
+  if (const char* reason = half_refusal(problem)) return reason;
+  if (const char* reason = score_output_refusal(problem)) return reason;
+  if (const char* reason = attention_refusal(problem)) return reason;
+  if (const char* reason = unfinished_refusal(problem)) return reason;
+  if (const char* reason = product_refusal(problem)) return reason;
   if (problem.v_head_size < 8 || problem.v_head_size > kMaxHeadSize) return "v_head_size is not between 8 and 256";
   if (problem.head_size % 8 != 0 || problem.v_head_size % 8 != 0) return "a head size is not a multiple of 8";
-  if (problem.q_len < kMinQueries) return "there are fewer than 64 queries";
-  if (problem.kv_len < 1) return "there are no keys";
-  if (problem.batch * problem.q_heads > kMostRowBlocks / ((problem.q_len + kMinQueries - 1) / kMinQueries)) {
-    return "there are more than 2^30 blocks of query rows";
-  }
-  if (!fits_tensor_map(problem.q, problem.batch, problem.q_heads, problem.q_len)) return "rows of Q are not 16-byte aligned";
   if (!fits_tensor_map(problem.y, problem.batch, problem.q_heads, problem.q_len)) return "rows of Y are not 16-byte aligned";
-  if (!fits_tensor_map(problem.k, problem.batch, problem.kv_heads, problem.kv_len)) return "rows of K are not 16-byte aligned";
   if (!fits_tensor_map(problem.v, problem.batch, problem.kv_heads, problem.kv_len)) return "rows of V are not 16-byte aligned";
   return mask_refusal(problem);
 }
@@ -109,3 +151,15 @@ int64_t forward_sm90_workspace_bytes(const Problem& problem, const Device& devic
 }
 
 }  // namespace onnx_attn::cuda
+
+namespace onnx_attn::forward_sm90_kernel {
+
+const char* score_pass_refusal(const Problem& problem) {
+  using namespace cuda;
+  if (problem.dtype != DType::f16 && problem.dtype != DType::bf16) return "Q is neither float16 nor bfloat16";
+  if (problem.q_bias) return "Q has a projection bias";
+  if (const char* reason = product_refusal(problem)) return reason;
+  return score_rows_refusal(problem);
+}
+
+}  // namespace onnx_attn::forward_sm90_kernel

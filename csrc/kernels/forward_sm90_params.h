@@ -58,6 +58,12 @@ struct TensorMaps {  // axes column, row, head, batch; boxes of 64 columns
   CUtensorMap q, k, v, y, mask;
 };
 
+// Scores leave as they are before the softmax, which is what each mode that this kernel writes asks for.
+struct ScoreOutput {
+  CUtensorMap map;  // boxes of a panel's 64 columns by a warp's 16 rows
+  float scale = 1;  // from the scores of the loop to those of the operator
+};
+
 struct ForwardParams {
   TensorMaps maps;
   Problem problem;
@@ -67,6 +73,7 @@ struct ForwardParams {
   bool is_batch_first = false;  // heads are numbered so that the batch entries of a query head are neighbours
   int blocks = 0;               // of query rows, in all heads
   int* next_block = nullptr;    // how many blocks beyond the first of each thread block were drawn; null: they are dealt in turn
+  ScoreOutput score_output;     // of kernels that write scores
 };
 
 // Where a launch happens and how; `counter` is device memory for drawn dealing.
@@ -79,6 +86,10 @@ struct LaunchSite {
 
 template <class Element, int kHeadSize, int kValueSize>
 cudaError_t launch(const ForwardParams& params, const LaunchSite& site);
+template <class Element, int kSize>
+cudaError_t launch_with_scores(const ForwardParams& params, const LaunchSite& site);
+template <class Element, int kHeadSize>
+cudaError_t launch_score_pass(const ForwardParams& params, const LaunchSite& site);
 
 // Rows and keys of a tile.
 struct TileSize {
@@ -87,7 +98,11 @@ struct TileSize {
 
 // False where a tensor has strides that forward_sm90_refusal would have refused.
 bool make_tensor_maps(ForwardParams& params, const TileSize& tile);
+bool make_product_maps(ForwardParams& params, const TileSize& tile);  // Q and K alone
+bool make_score_map(ForwardParams& params);
 
-cudaError_t launch_any(const Problem& problem, const LaunchSite& site);  // by head size
+// By head size.
+cudaError_t launch_any(const Problem& problem, const LaunchSite& site);
+cudaError_t launch_any_score_pass(const Problem& problem, const LaunchSite& site);
 
 }  // namespace onnx_attn::forward_sm90_kernel

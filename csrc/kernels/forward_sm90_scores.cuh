@@ -6,9 +6,6 @@
 
 namespace onnx_attn::forward_sm90_kernel {
 
-template <class Shape>
-using Scores = Accumulator<1, Shape::kKeys / 8>;
-
 // Which keys of a tile the two rows of a lane can see, less the lane's part of a column: the first row sees [begin, end), the
 // second 8 more on both sides, and neither a key outside of [first_key, key_end).
 struct KeyLimits {
@@ -24,20 +21,11 @@ struct KeyLimits {
     key_end = block.key_end - column;
   }
 
-  // A select, never a sum: the score of a key past the length may be NaN.
   template <class Shape>
   __device__ __forceinline__ void replace_others(Scores<Shape>& scores, float by) const {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const int first = max(begin + 8 * row, first_key), last = min(end + 8 * row, key_end);
-#pragma unroll
-      for (int j = 0; j < Shape::kKeys / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = scores.value[0][j][2 * row + e];
-          if (8 * j + e < first || 8 * j + e >= last) score = by;
-        }
-      }
+      replace_outside<Shape>(scores, row, max(begin + 8 * row, first_key), min(end + 8 * row, key_end), by);
     }
   }
 };

@@ -9,6 +9,7 @@ namespace onnx_attn {
 
 inline constexpr int64_t kMaxLength = int64_t{1} << 29;  // positions are 32-bit in the kernels
 inline constexpr int64_t kMaxBlocks = INT32_MAX;         // of a launch
+inline constexpr int kHopperSharedBytes = 227 * 1024;    // of one block on compute capability 9.0
 
 // Rows of 16-bit elements start at multiples of `bytes`. The stride of an axis with one entry is never used.
 inline bool has_aligned_rows(const Tensor4& tensor, int64_t batch, int64_t heads, int64_t rows, int bytes = 16) {
@@ -17,20 +18,36 @@ inline bool has_aligned_rows(const Tensor4& tensor, int64_t batch, int64_t heads
          aligned(heads, tensor.head_stride) && aligned(rows, tensor.row_stride);
 }
 
-// What no forward kernel does.
-inline const char* forward_refusal(const Problem& problem) {
+// What no forward kernel does, ...
+inline const char* attention_refusal(const Problem& problem) {
   if (problem.compute != DType::f32) return "softmax in float64 was asked for";
-  if (problem.score_mode != ScoreMode::none) return "a scores output was asked for";
   if (problem.beams.index) return "the cache is read through a beam index";
   if (problem.q_len > kMaxLength || problem.kv_len > kMaxLength) return "a sequence is longer than 2^29";
   return nullptr;
 }
 
-// Nor one for 16-bit types.
-inline const char* half_forward_refusal(const Problem& problem) {
+// ... none but forward_sm90, ...
+inline const char* forward_refusal(const Problem& problem) {
+  if (problem.score_mode != ScoreMode::none) return "a scores output was asked for";
+  return attention_refusal(problem);
+}
+
+// ... and none for 16-bit types.
+inline const char* half_refusal(const Problem& problem) {
   if (problem.dtype != DType::f16 && problem.dtype != DType::bf16) return "Q is neither float16 nor bfloat16";
   if (problem.v_dtype != problem.dtype) return "V has another type than Q";
-  return forward_refusal(problem);
+  return nullptr;
+}
+inline const char* half_forward_refusal(const Problem& problem) {
+  const char* reason = half_refusal(problem);
+  return reason ? reason : forward_refusal(problem);
+}
+
+// Of kernels that want K and V as they are.
+inline const char* unfinished_refusal(const Problem& problem) {
+  if (problem.append.active) return "new rows have not been appended yet";
+  if (problem.q_bias || problem.k_bias || problem.v_bias) return "there are projection biases";
+  return nullptr;
 }
 
 }  // namespace onnx_attn

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../device/base_2.cuh"
+#include "../device/output_weight.cuh"
 #include "scores_block.cuh"
 #ifdef ONNX_ATTN_WARPGROUPS
 #include "../device/ptx_sm90.cuh"
@@ -228,7 +229,9 @@ struct Normalization {
     }
   }
   __device__ __forceinline__ void apply(Scores<Shape>& scores) const {
-    scores.for_each([&](float& score, int row, int) { score = exp2_fast((score - reference[row]) * kLog2e) * factor[row]; });
+    scores.for_each([&](float& score, int row, int) {
+      score = exp2_fast(fmaf(score - reference[row], kLog2e, kLift)) * (factor[row] * kUnlift);
+    });
   }
 };
 
