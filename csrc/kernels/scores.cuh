@@ -229,9 +229,8 @@ struct Normalization {
     }
   }
   __device__ __forceinline__ void apply(Scores<Shape>& scores) const {
-    scores.for_each([&](float& score, int row, int) {
-      score = exp2_fast(fmaf(score - reference[row], kLog2e, kLift)) * (factor[row] * kUnlift);
-    });
+    scores.for_each(
+        [&](float& score, int row, int) { score = exp2_fast(fmaf(score - reference[row], kLog2e, kLift)) * (factor[row] * kUnlift); });
   }
 };
 
