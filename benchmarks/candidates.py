@@ -43,10 +43,11 @@ def heads_merged(x: Tensor) -> Tensor:
 
 
 def ours(line: Line, sets: list[Inputs]) -> Candidate:
-    import torch_onnx_attn  # noqa: F401  registers the ops
+    from torch_onnx_attn import kernel  # the package registers the ops
 
     calls = [_our_call(line, inputs) for inputs in sets]
-    return Candidate("ours", calls, heads_first(line.q_heads)) if line.call == "mha" else Candidate("ours", calls)
+    context = partial(kernel, line.kernel) if line.kernel else nullcontext
+    return Candidate("ours", calls, heads_first(line.q_heads) if line.call == "mha" else _as_tuple, context)
 
 
 def _our_call(line: Line, inputs: Inputs) -> Callable[[], Any]:

@@ -27,6 +27,7 @@ class Line:
     lengths: int | str | None = None  # nonpad_kv_seqlen: the same for every row, or "log-uniform"
     past: int = 0  # rows of past_key and past_value
     mode: int | None = None  # qk_matmul_output_mode
+    kernel: str = ""  # of ours, forced; "": the planner chooses
     peers: tuple[str, ...] = ()
     methods: tuple[str, ...] = ("events",)  # the keys of timing.METHODS; the first one keeps the plain name
     unit: str = "TFLOP/s"  # TFLOP/s, GB/s (more is better), ms, us, bytes (less is better)
@@ -54,6 +55,8 @@ PREFILL = [
     prefill("d128_2k", 8, (16, 16), (2048, 2048), 128),
     prefill("d128_2kc", 8, (16, 16), (2048, 2048), 128, True),
     prefill("d128_8k", 2, (16, 16), (8192, 8192), 128),
+    # The kernel for Ampere, Ada and Blackwell, beside the peer that has the same instructions. 350 TFLOP/s are asked.
+    prefill("d128_8k_forward_sm80", 2, (16, 16), (8192, 8192), 128, kernel="forward_sm80", peers=("sdpa_flash", "sdpa_efficient")),
     prefill("d128_8kc", 2, (16, 16), (8192, 8192), 128, True),
     prefill("d128_16kc", 1, (16, 16), (16384, 16384), 128, True),
     prefill("d64_2k", 8, (32, 32), (2048, 2048), 64),

@@ -14,12 +14,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import accounting, bench, check, report
+from benchmarks import accounting, bench, candidates, check, report
 from benchmarks.candidates import Candidate
 from benchmarks.inputs import count_sets, make_inputs
 from benchmarks.peers import BUILDERS
 from benchmarks.shapes import GROUPS, LINES, Line
 from benchmarks.timing import METHODS, QUICK, Effort, Timer, turn_order
+from torch_onnx_attn.explain import _preference
 
 BY_NAME = {line.name: line for line in LINES}
 REQUIRED = """
@@ -72,6 +73,15 @@ def test_a_line_uses_known_words(line: Line) -> None:
     assert line.unit in ("TFLOP/s", "GB/s", *accounting.LESS_IS_BETTER)
     assert line.q_heads % line.kv_heads == 0
     assert "chained" in line.methods or line.group != "decode"
+
+
+def test_a_line_may_force_a_kernel_of_ours() -> None:
+    line = small(BY_NAME["d128_8k_forward_sm80"])
+    assert line.kernel == "forward_sm80"
+    with candidates.ours(line, []).context():
+        assert _preference.text == "forward_sm80"
+    with pytest.raises(RuntimeError, match="kernel: is 'x'"), candidates.ours(dataclasses.replace(line, kernel="x"), []).context():
+        pass
 
 
 # The arithmetic
