@@ -8,29 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import Refusal, zeros
 from test_errors import (
     ATTRIBUTES,
-    BNSH,
     CACHED,
     INPUTS,
     INPUTS_3D,
     LENGTHS,
     MASKS,
-    MHA,
-    MHA_PAST,
-    PACKED_KV,
-    PACKED_QKV,
     PAST,
     SCATTER,
-    Refusal,
     cached,
     four_dimensional,
     scatter,
-    separate,
     three_dimensional,
-    with_past,
-    zeros,
 )
+from test_errors_mha import BNSH, MHA, MHA_PAST, PACKED_KV, PACKED_QKV, separate, with_past
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
