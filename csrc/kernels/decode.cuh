@@ -26,7 +26,6 @@ __device__ __forceinline__ void compute_units(const Job& job, const SharedMemory
   BlockMask<kRowEights> mask(job.problem, job.rule, job.masks);
   RowSum<RowTile<Element, kHeadSize, kRowEights>::kMayAddUp> sum;
   RingPlace place, slot;
-  int shared_lines = 0;
 
   for (;; slot.advance(kUnitSlots)) {
     const PreparedUnit& prepared = control.prepared[slot.index()];
@@ -62,13 +61,12 @@ __device__ __forceinline__ void compute_units(const Job& job, const SharedMemory
     } else {
       store_nothing<Element>(job, unit, role, sum);
     }
-    if (job.part_counts && unit.ends_run() && !unit.has_whole_line()) {
-      if (threadIdx.x == 0) control.shared_lines[shared_lines] = unit;
-      ++shared_lines;
+    if (threadIdx.x == 0 && job.part_counts && unit.ends_run() && !unit.has_whole_line()) {
+      control.shared_lines[control.shared_line_count++] = unit;
     }
     arrive_as_warp(control.units.empty[slot.index()]);
   }
-  if (shared_lines > 0) add_up_shared_lines<Element>(job, role, control, shared_lines);
+  if (job.part_counts) add_up_shared_lines<Element>(job, role, control);
 }
 
 template <class Element, int kHeadSize, int kRowEights>
@@ -77,6 +75,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) decode_kernel(const __grid_c
   Control& control = *shared.control;
   device::let_next_kernel_start();
   if (threadIdx.x == 0) {
+    control.shared_line_count = 0;
     const int stage_readers = kComputingWarps / job.cut.teams + (job.copies_past ? 1 : 0);
     for (int i = 0; i < job.stages; ++i) control.ring.init(i, kLoaderArrivals * loaders(job.copies_past), stage_readers);
     for (int i = 0; i < kUnitSlots; ++i) {

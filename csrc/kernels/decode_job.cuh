@@ -41,6 +41,7 @@ struct Control {
   PreparedUnit prepared[kUnitSlots];
   UnitTable table;
   Unit shared_lines[2];  // the last unit in each line of which the block has a part: only its first and last can be such
+  int shared_line_count;
   int blocks_before[2];  // that had stored their parts of these
 };
 static_assert(sizeof(Control) <= kControlBytes);

@@ -144,9 +144,10 @@ __device__ __forceinline__ void merge_and_store(const Job& job, const Unit& unit
 // At the end of the block: of the lines that it shares with others, it adds up those whose last part is its own. Counting parts waits
 // for all that the multiprocessor has on its way, and now there is nothing.
 template <class Element>
-__device__ __forceinline__ void add_up_shared_lines(const Job& job, const Role& role, Control& control, int lines) {
+__device__ __forceinline__ void add_up_shared_lines(const Job& job, const Role& role, Control& control) {
   role.meet();  // thread 0 has noted the lines
-  const int warp = warp_index();
+  const int warp = warp_index(), lines = control.shared_line_count;
+  if (lines == 0) return;
   if (warp < lines && lane_index() == 0) {
     control.blocks_before[warp] = device::count_on_device(job.part_counts + control.shared_lines[warp].first_block);
   }
