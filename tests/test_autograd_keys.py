@@ -1,6 +1,7 @@
 """The two ways of a call past autograd: plain tensors skip its keys, and where Python or a transform looks on, only the op is seen."""
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import torch_onnx_attn
 from torch_onnx_attn.autograd import OPERATORS, twin_of
@@ -147,6 +149,29 @@ def test_a_refusal_replaces_the_history_of_a_copy(device: str) -> None:
     with pytest.raises(RuntimeError, match=FORWARD_ONLY):
         present.sum().backward()
     assert cache.grad is None
+
+
+@pytest.mark.parametrize("way", ["plain", "mode"])
+def test_a_checkpoint_stops_its_recomputation_at_the_op(way: str, device: str) -> None:
+    """It raises an exception from a hook on the last saved tensor, and must get it back as it was."""
+    Q, weight = queries(device, requires_grad=True), torch.ones(8, device=device, requires_grad=True)
+    with Seen() if way == "mode" else contextlib.nullcontext():
+        product, Y = checkpoint(lambda x: (x * weight, attend(x)), Q, use_reentrant=False)
+        product.sum().backward()
+        torch.testing.assert_close(weight.grad, Q.detach().sum((0, 1, 2)))
+        with pytest.raises(RuntimeError, match=FORWARD_ONLY):
+            Y.sum().backward()
+
+
+def test_a_refusal_keeps_no_input_alive(device: str) -> None:
+    inputs = queries(device, requires_grad=True) * 1
+    alive = weakref.ref(inputs)
+    Y = attend(inputs)
+    inputs.zero_()  # nor does it mind what becomes of them
+    del inputs
+    assert alive() is None
+    with pytest.raises(RuntimeError, match=FORWARD_ONLY):
+        Y.sum().backward()
 
 
 def test_errors_keep_their_words_while_gradients_are_recorded(device: str) -> None:

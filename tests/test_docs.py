@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from torch_onnx_attn import H200, explain
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -41,6 +44,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_what_is_made_from_code_is_current() -> None:
     run = subprocess.run([sys.executable, "tools/make_docs.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_every_kernel_is_in_the_pages_about_kernels() -> None:
+    Q = torch.zeros(1, 1, 1, 8, dtype=torch.float64)
+    plan = explain(torch.ops.onnx_attn.attention.default, Q, Q, Q, machine=H200)
+    for name in (*plan.refusals, plan.kernel):
+        for page in ("support", "explain", "design"):
+            assert f"`{name}`" in (ROOT / "docs" / f"{page}.md").read_text(), (name, page)
 
 
 def test_the_site_lists_every_page() -> None:

@@ -23,12 +23,15 @@ from test_errors import (
     scatter,
     three_dimensional,
 )
-from test_errors_mha import BNSH, MHA, MHA_PAST, PACKED_KV, PACKED_QKV, separate, with_past
+from test_errors_mha import BNSH, MHA, MHA_PAST, PACKED_KV, PACKED_QKV, SHARED, separate, shared, with_past
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 ops = torch.ops.onnx_attn
-OF_VALUES = {"beyond the keys", "negative", "negative circular", "does not fit"}  # what lengths and indices hold
+OF_VALUES = {  # what lengths and indices hold
+    *("beyond the keys", "negative", "negative circular", "does not fit"),
+    *("negative length", "full", "mask narrower than the keys", "bias narrower than the keys", "beam too large", "beam negative"),
+}
 
 
 def past() -> dict[str, Any]:
@@ -57,6 +60,7 @@ TABLES: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], list[R
     "mha, packed keys": (ops.mha.default, packed_keys, PACKED_KV),
     "mha, packed": (ops.mha.default, packed, PACKED_QKV),
     "mha.kv": (ops.mha.kv, with_past, MHA_PAST),
+    "mha.shared": (ops.mha.shared, shared, SHARED),
     "tensor_scatter": (ops.tensor_scatter, scatter, SCATTER),
 }
 CASES = [
@@ -82,3 +86,12 @@ def test_refused(op: Callable[..., Any], legal: Callable[[], dict[str, Any]], re
     given = {name: value for name, value in arguments.items() if value is not None}
     with pytest.raises(RuntimeError, match=rf"^{re.escape(refusal.argument)}[,:]"):
         traced(given)
+
+
+@pytest.mark.parametrize("columns", [1, 5, 12])
+def test_masks_of_a_shared_buffer_may_be_as_narrow_as_what_is_filled(columns: int) -> None:
+    inputs = shared() | {"key_padding_mask": zeros(2, columns, dtype=torch.int32), "attention_bias": zeros(1, 2, 1, columns)}
+    mode = FakeTensorMode()
+    with mode:
+        output = ops.mha.shared(**{name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in inputs.items()})
+    assert output.shape == (2, 1, 16)

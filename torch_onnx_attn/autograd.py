@@ -57,10 +57,23 @@ class _ForwardOnly(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------------ what the compiled kernels ask
 
 
+class _Refusal(torch.autograd.Function):
+    """A node that saves nothing: no input outlives its call, and no hook on saved tensors runs below the compiled kernel, where an
+    exception that steers its caller (torch.utils.checkpoint ends a recomputation by one) would lose its type."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(_MESSAGE)
+
+
 def _hang_refusal(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     requiring = [tensor for tensor in inputs if tensor.requires_grad]
     if requiring:
-        _ForwardOnly.apply(lambda: tuple(outputs), *requiring)  # type: ignore[no-untyped-call]
+        _Refusal.apply(tuple(outputs), *requiring)  # type: ignore[no-untyped-call]
 
 
 def _requires_gradient(written: Tensor) -> bool:

@@ -83,8 +83,13 @@ _preference = threading.local()
 
 
 def _prefer(text: str) -> None:
-    torch.ops.onnx_attn._prefer_kernels([ord(letter) for letter in text])
+    torch.ops.onnx_attn._prefer_kernels(list(text.encode()))
     _preference.text = text
+
+
+def _is_one_name(name: Any) -> bool:
+    """Whether it cannot be read as anything but the name of one kernel: a comma begins another choice, a hyphen forbids."""
+    return isinstance(name, str) and name != "" and "," not in name and not name.startswith("-")
 
 
 @contextmanager
@@ -102,9 +107,9 @@ def kernel(name: str | None = None, *, forbid: tuple[str, ...] = ()) -> Iterator
         RuntimeError: there is no such kernel.
         ValueError: what is given is no name, or name is also forbidden.
     """
-    if name is not None and (not isinstance(name, str) or not name):
+    if name is not None and not _is_one_name(name):
         raise ValueError(f"name: is {name!r}, must be the name of a kernel, or None")
-    if isinstance(forbid, str) or not all(isinstance(forbidden, str) and forbidden for forbidden in forbid):
+    if not isinstance(forbid, (tuple, list)) or not all(_is_one_name(forbidden) for forbidden in forbid):
         raise ValueError(f"forbid: is {forbid!r}, must be a tuple of names of kernels")
     if name in forbid:
         raise ValueError(f"forbid: has {name!r}, which name forces")

@@ -19,6 +19,7 @@ from .fake_checks import (
     check_rank,
     check_scatter,
     check_written,
+    check_written_caches,
     heads_of,
     mha_sizes,
 )
@@ -161,6 +162,7 @@ def _mha_kv_with_qk(query, key=None, value=None, *inputs, past_key, past_value=N
 
 @_register("mha.shared")
 def _mha_shared(query, key=None, value=None, *inputs, past_key, past_value, past_sequence_length, num_heads, **attributes):  # type: ignore[no-untyped-def]
+    check_written_caches({"past_key": past_key, "past_value": past_value})
     return _mha_output(query, key, value, num_heads)
 
 

@@ -166,14 +166,19 @@ def _check_mask(attn_mask: Tensor, axes: tuple[Size, ...], total: Size) -> None:
 
 def check_caches(K: Tensor, kv_num_heads: int, caches: dict[str, Tensor], cache_lengths: Tensor) -> None:
     """Of attention_cached, beyond what ``check_attention`` finds."""
-    for name, cache in caches.items():
-        check_written(cache, name)
-        has_gaps = differ(cache.stride(3), 1) and differ(cache.shape[3], 1)
-        check(not has_gaps, f"{name}: last axis has stride {cache.stride(3)}; it must be 1")
+    check_written_caches(caches)
     check(cache_lengths.dtype in _INTEGERS, f"cache_lengths: has dtype {_name(cache_lengths.dtype)}; it must be int64 or int32")
     _check_shape(cache_lengths, "cache_lengths", "batch", K.shape[0])
     rows, capacity = heads_of(K, kv_num_heads)[1], caches["key_cache"].shape[2]
     check(not _is_more(rows, capacity), f"K: has {rows} rows, but the caches hold only {capacity}")
+
+
+def check_written_caches(caches: dict[str, Tensor]) -> None:
+    """Of [batch, heads, rows, columns] that are written in place."""
+    for name, cache in caches.items():
+        check_written(cache, name)
+        has_gaps = differ(cache.stride(3), 1) and differ(cache.shape[3], 1)
+        check(not has_gaps, f"{name}: last axis has stride {cache.stride(3)}; it must be 1")
 
 
 def check_written(cache: Tensor, name: str) -> None:
@@ -231,6 +236,7 @@ def check_mha(given: dict[str, Any]) -> None:
         _check_shape(bias, "bias", "hidden + hidden + v_hidden", num_heads * (2 * head_size + v_head_size))
     total, is_shared = new_len, given.get("past_sequence_length") is not None
     key, value = given.get("past_key"), given.get("past_value")
+    check(key is not None or not is_shared, "past_key: is missing; past_key and past_value must be given together")
     if key is not None:
         check(value is not None, "past_value: is missing; past_key and past_value must be given together")
         assert value is not None
@@ -240,9 +246,31 @@ def check_mha(given: dict[str, Any]) -> None:
             _check_shape(cache, name, "batch, num_heads, past_len, head_size", query.shape[0], num_heads, rows, head_size)
             _check_dtype(cache, name, query.dtype, "query")
         check(not differ(head_size, v_head_size), f"value: has head size {v_head_size}, but query has {head_size}; with a past they agree")
-        total = key.shape[2] + new_len
-    if not is_shared:  # else masks may be as narrow as what the device says is filled
-        _check_mha_masks(given.get("key_padding_mask"), given.get("attention_bias"), query, num_heads, total)
+        total = key.shape[2] + (0 if is_shared else new_len)
+        if is_shared:
+            _check_shared(given, new_len, total)
+    _check_mha_masks(given.get("key_padding_mask"), given.get("attention_bias"), query, num_heads, total, is_shared)
+
+
+def _check_shared(given: dict[str, Any], new_len: Size, capacity: Size) -> None:
+    """Of past and present in one buffer. How much of it is filled is a value, which nobody knows yet."""
+    query, key, padding = given["query"], given["key"], given.get("key_padding_mask")
+    length, beams = given["past_sequence_length"], given.get("cache_indirection")
+    batch = query.shape[0]
+    check(not _is_more(new_len, capacity), f"key: has {new_len} rows, but past_key holds only {capacity}")
+    check(length.dtype in _INTEGERS, f"past_sequence_length: has dtype {_name(length.dtype)}; it must be int32 or int64")
+    is_one = length.dim() <= 1 and not differ(length.numel(), 1)
+    check(is_one, f"past_sequence_length: has shape {_text(length)}; it must hold one element, as a scalar or [1]")
+    if beams is None:
+        return
+    check(beams.dtype in _INTEGERS, f"cache_indirection: has dtype {_name(beams.dtype)}; it must be int32 or int64")
+    fits = beams.dim() == 3 and not differ(beams.shape[0] * beams.shape[1], batch) and not differ(beams.shape[2], capacity)
+    wanted = f"[batch / beams, beams, capacity] with batch {batch} and capacity {capacity}"
+    check(fits, f"cache_indirection: has shape {_text(beams)}; it must be {wanted}")
+    is_step = isinstance(query.shape[1], int) and query.shape[1] == 1 and differ(batch, 0)
+    acts = is_step and key.dim() == 3 and (padding is None or padding.dim() == 2)
+    is_one_key = not acts or not differ(new_len, 1)
+    check(is_one_key, f"cache_indirection: needs one new key with its one query, but key has {new_len} rows")
 
 
 def _check_mha_dtype(tensor: Tensor, name: str, query: Tensor) -> None:
@@ -274,24 +302,36 @@ def _check_mha_layout(query: Tensor, key: Tensor | None, value: Tensor | None, n
     check(not is_indivisible(v_width, num_heads), f"value: last axis is {v_width}, which is not a multiple of num_heads = {num_heads}")
 
 
-def _check_mha_masks(padding: Tensor | None, bias: Tensor | None, query: Tensor, num_heads: int, total: Size) -> None:
+def _check_mha_masks(padding: Tensor | None, bias: Tensor | None, query: Tensor, num_heads: int, total: Size, is_shared: bool) -> None:
+    """``is_shared``: masks may be as narrow as what is filled of a buffer of ``total`` keys."""
     batch, rows = query.shape[0], query.shape[1]
+    keys = f"up to {total}" if is_shared else f"{total}"
+
+    def fits(tensor: Tensor, *leading: Size) -> bool:
+        if tensor.dim() != len(leading) + 1 or any(map(differ, leading, tensor.shape)):
+            return False
+        columns = tensor.shape[-1]
+        return not (_is_more(columns, total) if is_shared else differ(columns, total))
+
     if padding is not None:
-        forms: list[tuple[Size, ...]] = [(batch,), (3 * batch + 2,), (batch, total), (batch, rows, total)]
-        fits = any(len(form) == padding.dim() and not any(map(differ, form, padding.shape)) for form in forms)
+        are_lengths = padding.dim() == 1 and not (differ(padding.shape[0], batch) and differ(padding.shape[0], 3 * batch + 2))
+        is_mask = padding.dim() > 1 and (fits(padding, batch) or fits(padding, batch, rows))
         wanted = "[batch], [3 * batch + 2], [batch, keys] or [batch, queries, keys]"
-        check(fits, f"key_padding_mask: has shape {_text(padding)}; with batch {batch} and {total} keys it must be {wanted}")
-        allowed = _INTEGERS if padding.dim() == 1 else (*_INTEGERS, torch.bool)
+        check(
+            are_lengths or is_mask,
+            f"key_padding_mask: has shape {_text(padding)}; with batch {batch} and {keys} keys it must be {wanted}",
+        )
+        allowed = _INTEGERS if are_lengths else (*_INTEGERS, torch.bool)
         check(
             padding.dtype in allowed,
             f"key_padding_mask: has dtype {_name(padding.dtype)}; allowed are {[_name(dtype) for dtype in allowed]}",
         )
     if bias is not None:
-        fits = bias.dim() == 4 and not any(
-            differ(size, wanted) and not (axis < 2 and size == 1)
-            for axis, (size, wanted) in enumerate(zip(bias.shape, (batch, num_heads, rows, total), strict=True))
+        broadcast = [wanted if differ(size, 1) else 1 for size, wanted in zip(bias.shape, (batch, num_heads), strict=False)]
+        check(
+            fits(bias, *broadcast, rows),
+            f"attention_bias: has shape {_text(bias)}; it must be [{batch} or 1, {num_heads} or 1, {rows}, {keys}]",
         )
-        check(fits, f"attention_bias: has shape {_text(bias)}; it must be [{batch} or 1, {num_heads} or 1, {rows}, {total}]")
 
 
 # ------------------------------------------------------------------------------------------------ ai.onnx::TensorScatter

@@ -67,6 +67,7 @@ FEATURES: list[Feature] = [
     ("float16, bfloat16", attention_call, {}),
     ("float32", attention_call, {"dtype": torch.float32}),
     ("float64", attention_call, {"dtype": torch.float64}),
+    ("128 keys", attention_call, {"keys": 128}),
     ("head size 64", attention_call, {"head_size": 64}),
     ("head size 80", attention_call, {"head_size": 80}),
     ("head size 256", attention_call, {"head_size": 256}),
