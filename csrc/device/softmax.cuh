@@ -27,27 +27,35 @@ struct RunningSoftmax {
     }
   }
 
-  // Takes note of a tile's scores. True when some row of the warp moved its reference: earlier output is to be multiplied
-  // by correction[row], which is 1 for the rows that did not move.
+  template <int kColumnTiles>
+  __device__ __forceinline__ static void find_maxima(Accumulator<kRows / 2, kColumnTiles>& scores, float (&tile_max)[kRows]) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) tile_max[r] = scores.value[r / 2][0][r % 2 * 2];
+    scores.for_each([&](float score, int row, int) { tile_max[row] = fmaxf(tile_max[row], score); });
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) tile_max[r] = max_of_row(tile_max[r]);
+  }
+
+  // Takes note of a tile's maximum. True when the row moved its reference: earlier output is to be multiplied by the correction, which
+  // otherwise is 1.
+  __device__ __forceinline__ bool move(int row, float tile_max, float unit, float& correction) {
+    const float rise = (tile_max - row_max[row]) * unit;  // NaN while the row is empty: it stays
+    correction = 1.0f;
+    if (!(rise > kSlack)) return false;
+    correction = exp2_fast(-rise);
+    row_max[row] = tile_max;
+    row_sum[row] *= correction;
+    return true;
+  }
+
+  // Takes note of a tile's scores. True when some row of the warp moved.
   template <int kColumnTiles>
   __device__ __forceinline__ bool advance(Accumulator<kRows / 2, kColumnTiles>& scores, float unit, float (&correction)[kRows]) {
     float tile_max[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) tile_max[r] = row_max[r];
-    scores.for_each([&](float score, int row, int) { tile_max[row] = fmaxf(tile_max[row], score); });
+    find_maxima(scores, tile_max);
     bool moved = false;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      tile_max[r] = max_of_row(tile_max[r]);
-      const float rise = (tile_max[r] - row_max[r]) * unit;  // NaN while the row is empty: it stays
-      correction[r] = 1.0f;
-      if (rise > kSlack) {
-        correction[r] = exp2_fast(-rise);
-        row_max[r] = tile_max[r];
-        row_sum[r] *= correction[r];
-        moved = true;
-      }
-    }
+    for (int r = 0; r < kRows; ++r) moved |= move(r, tile_max[r], unit, correction[r]);
     return __any_sync(~0u, moved);
   }
 
@@ -62,18 +70,9 @@ struct RunningSoftmax {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       references[r] = reference(r, unit);
-      has_far |= fabsf(references[r]) > kFar;
+      has_far |= is_far(references[r]);
     }
-    if (__any_sync(~0u, has_far)) {
-      float base[kRows];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const bool is_far = fabsf(references[r]) > kFar;
-        base[r] = is_far ? row_max[r] : 0.0f;
-        references[r] = is_far ? 0.0f : references[r];
-      }
-      scores.for_each([&](float& score, int row, int) { score -= base[row]; });
-    }
+    if (__any_sync(~0u, has_far)) bring_near(scores, references);
   }
 
   __device__ __forceinline__ float weight(float score, int row, float unit, float reference) {
@@ -91,6 +90,80 @@ struct RunningSoftmax {
   __device__ __forceinline__ float inverse_sum(int row) const { return is_empty(row) ? 0.0f : 1.0f / row_sum[row]; }
   __device__ __forceinline__ float log_sum_exp(int row, float unit) const {  // natural
     return is_empty(row) ? -INFINITY : (row_max[row] * unit + log2f(row_sum[row])) * kLn2;
+  }
+
+ protected:
+  __device__ static __forceinline__ bool is_far(float reference) { return fabsf(reference) > kFar; }
+  template <int kColumnTiles>
+  __device__ __forceinline__ void bring_near(Accumulator<kRows / 2, kColumnTiles>& scores, float (&references)[kRows]) const {
+    float base[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const bool far = is_far(references[r]);
+      base[r] = far ? row_max[r] : 0.0f;
+      references[r] = far ? 0.0f : references[r];
+    }
+    scores.for_each([&](float& score, int row, int) { score -= base[row]; });
+  }
+};
+
+// The same for loops in which a tile that moves no reference costs nothing but its maxima and weights: what weigh() needs is kept, and a
+// row that is far from 0, or empty, asks to be moved in each tile.
+template <int kRows>
+struct SteadySoftmax : RunningSoftmax<kRows> {
+  using Base = RunningSoftmax<kRows>;
+
+  float references[kRows];  // that weigh() subtracts
+  float limit[kRows];       // a score above it asks for move_to(); -inf for rows that always do
+
+  __device__ __forceinline__ SteadySoftmax() {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      references[r] = 0.0f;
+      limit[r] = -INFINITY;
+    }
+  }
+
+  // True when move_to() must come before weigh(), for some row of the warp.
+  template <int kColumnTiles>
+  __device__ __forceinline__ bool must_move(Accumulator<kRows / 2, kColumnTiles>& scores, float (&tile_max)[kRows]) const {
+    Base::find_maxima(scores, tile_max);
+    bool is_above = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) is_above |= tile_max[r] > limit[r];
+    return __any_sync(~0u, is_above);
+  }
+
+  // True when some row of the warp moved, as of advance().
+  template <int kColumnTiles>
+  __device__ __forceinline__ bool move_to(const float (&tile_max)[kRows], Accumulator<kRows / 2, kColumnTiles>& scores, float unit,
+                                          float (&correction)[kRows]) {
+    bool moved = false, has_far = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      moved |= Base::move(r, tile_max[r], unit, correction[r]);
+      references[r] = Base::reference(r, unit);
+      const bool is_far = Base::is_far(references[r]);
+      limit[r] = is_far ? -INFINITY : Base::row_max[r] + Base::kSlack * reciprocal_fast(unit);
+      has_far |= is_far;
+    }
+    if (__any_sync(~0u, has_far)) Base::bring_near(scores, references);
+    return __any_sync(~0u, moved);
+  }
+
+  // Scores become weights. They are added up in pairs: where every sum waits for an exponential and for the sum before, the next
+  // exponentials start late.
+  template <int kColumnTiles>
+  __device__ __forceinline__ void weigh(Accumulator<kRows / 2, kColumnTiles>& scores, float unit) {
+    scores.for_each([&](float& score, int row, int) { score = exp2_fast(fmaf(score, unit, -references[row])); });
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; ++j) {
+        const float* pair = &scores.value[r / 2][j][r % 2 * 2];
+        Base::row_sum[r] += pair[0] + pair[1];
+      }
+    }
   }
 };
 

@@ -74,8 +74,8 @@ struct RingBarriers {
       barrier_init(shared_address(&free[stage]), readers);
     }
   }
-  __device__ static __forceinline__ int stage(int count) { return count % kStages; }
-  __device__ static __forceinline__ int round(int count) { return count / kStages % 2; }
+  __device__ static __forceinline__ int stage(int count) { return static_cast<int>(static_cast<uint32_t>(count) % kStages); }
+  __device__ static __forceinline__ int round(int count) { return static_cast<int>(static_cast<uint32_t>(count) / kStages % 2); }
   __device__ __forceinline__ uint32_t full_barrier(int count) { return shared_address(&full[stage(count)]); }
   __device__ __forceinline__ void wait_full(int count) { barrier_wait(full_barrier(count), round(count)); }
   __device__ __forceinline__ void wait_free(int count) { barrier_wait(shared_address(&free[stage(count)]), round(count) ^ 1); }

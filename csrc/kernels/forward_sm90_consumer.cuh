@@ -36,13 +36,14 @@ __device__ __forceinline__ void hand_over(const Output<Shape>& output, const flo
 
 template <class Element, class Shape, ScoreWork kScoreWork>
 __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const ForwardParams& params, int warpgroup) {
-  // Output of large heads is corrected under the product with K; at the end of a step that would take too long.
-  constexpr bool kCorrectEarly = Shape::kValueSize > 128;
   // The first scores of a block are computed beside the last product of the one before.
   constexpr bool kJoinsBlocks = Shape::kQueryStages > 1;
   constexpr bool kMayBeCapped = kScoreWork == ScoreWork::cap || kScoreWork == ScoreWork::masks;
   // Where registers are short: limits of a first tile are applied whether they exclude anything or not.
   constexpr bool kAlwaysLimits = kScoreWork == ScoreWork::bias && Shape::kWarpgroups == 3;
+  // Where registers are shortest, references are not kept from tile to tile: every tile is taken for one that moves them.
+  constexpr bool kKeepsReferences =
+      Shape::kValueSize <= 128 || kScoreWork == ScoreWork::none || (kScoreWork == ScoreWork::cap && Shape::kValueSize == 256);
   const float unit = params.transform.unit;
   const int row = warpgroup * kWarpgroupRows + threadIdx.x % kWarpgroupThreads / 32 * 16;  // of the warp, in a block
   // Releases what the warpgroup has used up: products finish for all of its warps together.
@@ -55,19 +56,17 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
   };
 
   Output<Shape> output;
-  RunningSoftmax<2> softmax;
+  SteadySoftmax<2> softmax;
   Weights<Element, Shape> weights;
   MaskReader<Element, Shape, kScoreWork> mask(shared, params);
-  float correction[2] = {1.0f, 1.0f};
   bool has_output = false;  // of this block
-  bool must_correct = false;
-  int used = 0;     // key tiles since launch
-  int owed = -1;    // the tile whose weights, the last ones of the block before, have not met V; -1: none
-  int to_pass = 0;  // tiles that only other warpgroups visit, and ...
+  int used = 0;             // key tiles since launch
+  int owed = -1;            // the tile whose weights, the last ones of the block before, have not met V; -1: none
+  int to_pass = 0;          // tiles that only other warpgroups visit, and ...
   int masks_to_pass = 0;
 
-  const auto correct_output = [&] {
-    if (must_correct) output.for_each([&](float& value, int row, int) { value *= correction[row]; });
+  const auto correct_output = [&](const float (&correction)[2]) {
+    output.for_each([&](float& value, int row, int) { value *= correction[row]; });
   };
   const auto finish_block = [&](const float (&inverse)[2], int round) {
     hand_over<Element, Shape>(output, inverse, queries(round), shared_address(&shared.output_full[shared.query_ring.stage(round)]));
@@ -93,8 +92,8 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
     to_pass += ahead;
     if (has_mask(kScoreWork) && !is_last && block.has_mask_tiles) masks_to_pass += ahead;
 
-    // Scores become weights. may_be_edge: limits may exclude some of them.
-    const auto weigh = [&](Scores<Shape>& scores, int tile, auto may_be_edge) __attribute__((always_inline)) {
+    // may_be_edge: limits may exclude some of the scores.
+    const auto transform = [&](Scores<Shape>& scores, int tile, auto may_be_edge) __attribute__((always_inline)) {
       const int tile_key = tile * Shape::kKeys;
       const bool is_edge = decltype(may_be_edge)::value && (kAlwaysLimits || !own.is_whole(tile));
       if (is_edge && kMayBeCapped) KeyLimits(block, row, tile_key).template replace_others<Shape>(scores, 0.0f);
@@ -104,47 +103,83 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
         const ScoreOutput& out = params.score_output;
         store_scores<Element, Shape, 1>(scores, out.scale, shared_address(shared.scores), out.map, block, row, tile_key);
       }
-      must_correct = softmax.advance(scores, unit, correction);
-      float reference[2];
-      softmax.find_references(scores, unit, reference);
-      scores.for_each([&](float& score, int row, int) { score = softmax.weight(score, row, unit, reference[row]); });
     };
-    // Scores of a tile are computed, and become weights, while the tile before is added to the output.
-    const auto visit = [&](int tile, auto is_edge) __attribute__((always_inline)) {
-      Scores<Shape> scores;
+    const auto must_move = [&](Scores<Shape>& scores, float (&tile_max)[2]) __attribute__((always_inline)) {
+      if constexpr (kKeepsReferences) return softmax.must_move(scores, tile_max);
+      softmax.find_maxima(scores, tile_max);
+      return true;
+    };
+    // Scores become weights. True when earlier output is to be multiplied by the correction.
+    const auto weigh = [&](Scores<Shape>& scores, int tile, float (&correction)[2]) __attribute__((always_inline)) {
+      transform(scores, tile, std::true_type());
+      float tile_max[2];
+      const bool moved = must_move(scores, tile_max) && softmax.move_to(tile_max, scores, unit, correction);
+      softmax.weigh(scores, unit);
+      return moved;
+    };
+    // A visit: scores of a tile are computed, and become weights, while the tile before is added to the output.
+    const auto start_visit = [&](Scores<Shape>& scores) __attribute__((always_inline)) {
       shared.key_ring.wait_full(used);
       start_scores<Element, Shape>(scores, queries(round), keys(used));
-      if constexpr (kCorrectEarly) correct_output();
       shared.value_ring.wait_full(used - 1);
       start_output<Element, Shape>(output, weights, values(used - 1), has_output);
       has_output = true;
       products_wait<1>();
       if (is_leader) shared.key_ring.release(used);
-      weigh(scores, tile, is_edge);
+    };
+    const auto finish_visit = [&](const Scores<Shape>& scores) __attribute__((always_inline)) {
       if constexpr (Shape::kHoldExponentials)
         hold_exponentials(softmax.row_sum[0] + softmax.row_sum[1], shared_address(&shared.never_written));
       products_wait<0>();
       if (is_leader) shared.value_ring.release(used - 1);
       weights.pack(scores);
-      if constexpr (!kCorrectEarly) correct_output();
       ++used;
     };
-    // The same for the first tile of a block and the last one of the block before, if that is owed.
+    const auto visit_edge = [&](int tile) __attribute__((always_inline)) {
+      Scores<Shape> scores;
+      float correction[2];
+      start_visit(scores);
+      const bool moved = weigh(scores, tile, correction);
+      finish_visit(scores);
+      if (moved) correct_output(correction);
+    };
+    // Visits whole tiles until one moves a reference, as hardly any does, so that the others do not even jump over the code for that.
+    // Returns the next tile.
+    const auto visit_whole = [&](int tile) __attribute__((always_inline)) {
+      Scores<Shape> scores;
+      float tile_max[2];
+#pragma unroll 1
+      for (;; --tile) {
+        start_visit(scores);
+        transform(scores, tile, std::false_type());
+        if (must_move(scores, tile_max)) break;
+        softmax.weigh(scores, unit);
+        finish_visit(scores);
+        if (tile == own.whole_begin) return tile - 1;
+      }
+      float correction[2];
+      const bool moved = softmax.move_to(tile_max, scores, unit, correction);
+      softmax.weigh(scores, unit);
+      finish_visit(scores);
+      if (moved) correct_output(correction);
+      return tile - 1;
+    };
+    // Visits the first tile of a block while the last one of the block before is added to its output, if that is owed.
     const auto visit_first = [&](int tile, auto is_owed) __attribute__((always_inline)) {
       constexpr bool kIsOwed = decltype(is_owed)::value;
       Scores<Shape> scores;
       shared.key_ring.wait_full(used);
       start_scores<Element, Shape>(scores, queries(round), keys(used));
       if constexpr (kIsOwed) {
-        if constexpr (kCorrectEarly) correct_output();
         shared.value_ring.wait_full(owed);
         start_output<Element, Shape>(output, weights, values(owed), has_output);
       }
       products_wait<kIsOwed>();
       if (is_leader) shared.key_ring.release(used);
       const float inverse[2] = {softmax.inverse_sum(0), softmax.inverse_sum(1)};
-      softmax = RunningSoftmax<2>();
-      weigh(scores, tile, std::true_type());
+      softmax = SteadySoftmax<2>();
+      float correction[2];  // there is no output yet
+      weigh(scores, tile, correction);
       if constexpr (kIsOwed) {
         if constexpr (Shape::kHoldExponentials)
           hold_exponentials(softmax.row_sum[0] + softmax.row_sum[1], shared_address(&shared.never_written));
@@ -153,7 +188,7 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
       }
       weights.pack(scores);
       if constexpr (kIsOwed) finish_block(inverse, round - 1);
-      has_output = must_correct = false;
+      has_output = false;
       const int valid_rows = block.length - tile * Shape::kKeys;
       if (valid_rows < Shape::kKeys && block.length < params.problem.kv_len) {
         shared.value_ring.wait_full(used);
@@ -165,7 +200,6 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
 
     // A debt is paid at once where there is no first tile to do it beside, or where it would hold too many places of the ring.
     if (owed >= 0 && (is_empty || !kJoinsBlocks || used + to_pass - owed > Shape::kStages)) {
-      if constexpr (kCorrectEarly) correct_output();
       shared.value_ring.wait_full(owed);
       start_output<Element, Shape>(output, weights, values(owed), has_output);
       products_wait<0>();
@@ -203,16 +237,16 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
       for (int edge = 0; edge < 2; ++edge) {  // the ragged end and the diagonal, the interior; and then the left edge of a window
         const int edge_begin = edge == 0 ? own.whole_end : own.begin;
 #pragma unroll 1
-        for (; tile >= edge_begin; --tile) visit(tile, std::true_type());
+        for (; tile >= edge_begin; --tile) visit_edge(tile);
 #pragma unroll 1
-        for (; tile >= own.whole_begin; --tile) visit(tile, std::false_type());
+        while (tile >= own.whole_begin) tile = visit_whole(tile);
       }
       owed = used - 1;
       to_pass = own.begin - tiles_begin;
       if (has_mask(kScoreWork) && block.has_mask_tiles) masks_to_pass = to_pass;
       softmax.finish();
     } else {
-      softmax = RunningSoftmax<2>();
+      softmax = SteadySoftmax<2>();
       finish_block({0.0f, 0.0f}, round);
     }
     store_log_sum_exp(params.problem, softmax, unit, block.batch, block.q_head, block.first_row + row);
