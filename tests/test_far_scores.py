@@ -52,6 +52,20 @@ def test_scores_with_limits(dtype: torch.dtype, exponent: int, features: dict[st
     compare(one_hot_inputs(dtype, 200, 300, exponent, -1, 64, device), 8 * unit_roundoff(dtype), **({"scale": 0.5} | features))
 
 
+@pytest.mark.parametrize("first_is_largest", [True, False])
+@pytest.mark.parametrize("exponent", [16, 22, 28])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+def test_scores_that_grow(dtype: torch.dtype, head_size: int, exponent: int, first_is_largest: bool, device: str) -> None:
+    """A row comes far from 0 in the middle of its keys, beside rows that do so elsewhere, or never."""
+    kv_len = 1000
+    inputs = one_hot_inputs(dtype, 200, kv_len, exponent, 1, head_size, device)
+    eighth = torch.arange(kv_len, device=device) * 8 // kv_len
+    inputs["K"] *= 2.0 ** (-2 * (eighth if first_is_largest else 7 - eighth)).to(dtype)[:, None]
+    inputs["Q"] *= 2.0 ** -(torch.arange(200, device=device) % 5 * 2).to(dtype)[:, None]
+    compare(inputs, 8 * unit_roundoff(dtype), scale=0.5)
+
+
 @pytest.mark.parametrize("exponent", [22, 28, 32])
 @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
 def test_scores_kept(dtype: torch.dtype, exponent: int, device: str) -> None:
