@@ -1,4 +1,5 @@
-"""Heads that fit into shared memory, at every size where the kernel for them changes: blocks of 64 rows, tiles of 128 or 64 keys."""
+"""Heads that fit into shared memory, at every size where the kernel for them changes: blocks of 64 rows, tiles of 64 keys; and more heads
+than fit at once."""
 
 from __future__ import annotations
 
@@ -37,6 +38,13 @@ FEATURES = [
     Case(dtype=HALF, q_len=128, kv_len=100, head_size=128, mask="float32", mask_axes="bh1k", is_causal=True),
     Case(dtype=HALF, q_len=90, kv_len=250, head_size=64, mask="int32", mask_axes="b11k"),
 ]
+MANY = [  # more heads than the slots of a thread block hold, on 132 multiprocessors
+    Case(dtype=HALF, batch=67, q_heads=12, kv_heads=12, q_len=65, kv_len=100, head_size=64, lengths="ragged", lse=True),
+    Case(dtype=BRAIN, batch=50, q_heads=12, kv_heads=4, q_len=40, kv_len=200, head_size=32, mask="bool", mask_axes="b11k", lse=True),
+    Case(dtype=HALF, batch=35, q_heads=12, kv_heads=12, q_len=256, kv_len=256, head_size=64, is_causal=True, left_window_size=90),
+    Case(dtype=BRAIN, batch=35, q_heads=16, kv_heads=8, q_len=128, kv_len=128, head_size=128, is_causal=True),
+    Case(dtype=HALF, batch=300, q_heads=8, kv_heads=8, q_len=20, kv_len=60, head_size=64, mask="same", mask_axes="b11k"),
+]
 PADDED = [
     *(MhaCase(dtype=HALF, batch=3, q_len=128, kv_len=128, head_size=64, mask=mask) for mask in ("lengths", "lengths_starts", "keys")),
     MhaCase(dtype=BRAIN, batch=3, q_len=65, kv_len=129, head_size=32, mask="keys", mask_dtype=torch.bool, layout="packed_kv"),
@@ -53,7 +61,7 @@ def short_kernel(device: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("case", SIZES + FEATURES, ids=str)
+@pytest.mark.parametrize("case", SIZES + FEATURES + MANY, ids=str)
 def test_attention(case: Case, device: str) -> None:
     with short_kernel(device):
         check_attention(case, device)
@@ -65,7 +73,7 @@ def test_mha(case: MhaCase, device: str) -> None:
         check_mha(case, device)
 
 
-@pytest.mark.parametrize("case", [case for case in SIZES + FEATURES if case.q_len > 16], ids=str)
+@pytest.mark.parametrize("case", [case for case in SIZES + FEATURES + MANY if case.q_len > 16], ids=str)
 def test_attention_takes_the_kernel(case: Case) -> None:
     plan = explain(call_attention, make_inputs(case), lse=case.lse, machine=H200, **case.attributes())
     assert plan.kernel == "forward_short" and set(plan.refusals) == {"decode"}
@@ -100,8 +108,8 @@ def test_what_it_refuses(change: dict[str, Any], reason: str) -> None:
 
 @pytest.mark.parametrize("heads", [1, 2, 12])
 def test_bits_do_not_depend_on_how_many_heads_there_are(heads: int, device: str) -> None:
-    """One warpgroup or several, a head to a thread block or four."""
-    many = make_inputs(Case(dtype=HALF, batch=40, q_heads=12, kv_heads=12, q_len=128, kv_len=128, head_size=64), device)
+    """A head to a thread block, or six in turn."""
+    many = make_inputs(Case(dtype=HALF, batch=60, q_heads=12, kv_heads=12, q_len=128, kv_len=128, head_size=64), device)
     few = {name: tensor[-1:, :heads].contiguous() for name, tensor in many.items()}
     with short_kernel(device):
         expected = call_attention(many)["Y"][-1:, :heads]

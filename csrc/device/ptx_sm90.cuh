@@ -22,6 +22,18 @@ __device__ __forceinline__ float2 load_shared_pair(uint32_t source) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(source) : "memory");
   return value;
 }
+__device__ __forceinline__ uint4 load_shared_16(uint32_t source) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(source)
+               : "memory");
+  return value;
+}
+// Unlike an ordinary store of registers that were loaded one by one, it stays one access.
+__device__ __forceinline__ void store_global_16(void* target, const uint4& value) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
+}
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 // How long the L2 cache should keep what a bulk load reads.

@@ -87,10 +87,12 @@ __device__ __forceinline__ void store_log_sum_exp(const Problem& problem, const 
 
 // Normalizes a warp's output and leaves it at `place`, where the warpgroup's queries were. All warps of a warpgroup are done with
 // queries when the products with them are.
-template <class Element, class Shape>
+template <class Element, class Shape, bool kMayBeEmpty = true>
 __device__ __forceinline__ void stage_output(const Output<Shape>& output, const float (&inverse)[2], uint32_t place) {
   // A row without keys may have added 0 * NaN from values that it must not see.
-  const auto normalized = [&](int j, int e) { return inverse[e / 2] == 0.0f ? 0.0f : output.value[0][j][e] * inverse[e / 2]; };
+  const auto normalized = [&](int j, int e) {
+    return kMayBeEmpty && inverse[e / 2] == 0.0f ? 0.0f : output.value[0][j][e] * inverse[e / 2];
+  };
   // Lanes 0-15 name the rows of column tile j, lanes 16-31 those of column tile j + 1.
   const int lane = lane_index(), row = threadIdx.x % kWarpgroupThreads / 32 * 16 + lane % 16;
 #pragma unroll

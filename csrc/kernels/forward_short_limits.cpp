@@ -13,23 +13,21 @@ namespace {
 HeadLayout layout_of(const Problem& problem) {
   const auto blocks = [](int64_t rows, int64_t size) { return static_cast<int>((rows + size - 1) / size); };
   const int head_size = std::max(problem.head_size, problem.v_head_size) <= 64 ? 64 : 128;
-  return HeadLayout{head_size, blocks(problem.q_len, kBlockRows), blocks(problem.kv_len, tile_keys(head_size))};
+  return HeadLayout{head_size, blocks(problem.q_len, kBlockRows), blocks(problem.kv_len, kTileKeys)};
 }
 
-// Thread blocks of one head that a multiprocessor has room for.
-int single_heads(const HeadLayout& layout) { return kMultiprocessorBytes / (layout.bytes() + kControlBytes + kBlockOwnBytes); }
+// Heads that fit into the shared memory of a thread block.
+int room(const HeadLayout& layout) { return static_cast<int>((kHopperSharedBytes - kControlBytes) / layout.bytes()); }
 
 }  // namespace
 
-// Where all heads fit into the multiprocessors at once, a thread block has all heads of its multiprocessor: it asks for the first one
-// first, and all warpgroups work on what is there. Else a head is a block, and others begin whenever one ends.
 BlockPlan plan_block(const Problem& problem, int sm_count) {
-  BlockPlan plan{layout_of(problem), 1, 1};
-  const int64_t heads = (problem.batch * problem.q_heads + sm_count - 1) / sm_count;  // of a multiprocessor
-  const bool fits = heads <= kMostHeads && heads * plan.layout.bytes() + kControlBytes <= kHopperSharedBytes;
-  if (fits) plan.heads = static_cast<int>(heads);
-  const int64_t sharing = fits ? 1 : std::max(1, single_heads(plan.layout));
-  plan.warpgroups = static_cast<int>(std::clamp<int64_t>(kMostWarpgroups / sharing, 1, plan.heads * plan.layout.row_blocks));
+  BlockPlan plan{layout_of(problem)};
+  plan.heads = static_cast<int>(problem.batch * problem.q_heads);
+  plan.blocks = std::min(plan.heads, sm_count);
+  const int most_heads = (plan.heads + plan.blocks - 1) / plan.blocks;  // of a block
+  plan.slots = std::min({kMostSlots, room(plan.layout), most_heads});
+  plan.computing = warpgroups_of(plan.layout.head_size) - (plan.slots < most_heads);
   return plan;
 }
 
@@ -39,9 +37,9 @@ namespace onnx_attn::cuda {
 
 namespace {
 
-// Beyond this, heads that are computed in a pipeline should win; not measured.
-constexpr int64_t kLongest = 256, kMaxHeadSize = 128;
-constexpr int64_t kMaxHeads = INT32_MAX - forward_short_kernel::kMostHeads;
+// Up to here the kernel is faster than forward_sm90 on every shape that was timed; beyond, two heads rarely fit.
+constexpr int64_t kLongest = forward_short_kernel::kMostKeys, kMaxHeadSize = 128;
+constexpr int64_t kMaxHeads = INT32_MAX - 4096;  // a head and a stride between heads fit into an int
 
 const char* mask_refusal(const Problem& problem) {
   const TensorMask& mask = problem.mask.tensor;
@@ -65,8 +63,8 @@ const char* forward_short_refusal(const Problem& problem) {
   if (problem.kv_len > kLongest) return "there are more than 256 keys";
   if (problem.kv_len < 1) return "there are no keys";
   if (problem.batch * problem.q_heads > kMaxHeads) return "there are more than 2^31 heads";
-  // Alone on a multiprocessor a head would have nothing to hide its copies behind.
-  if (single_heads(layout_of(problem)) < 2) return "two heads do not fit into shared memory";
+  // With a single slot nothing would hide the copies of the next head.
+  if (room(layout_of(problem)) < 2) return "two heads do not fit into shared memory";
   const int64_t batch = problem.batch;
   if (!has_aligned_rows(problem.q, batch, problem.q_heads, problem.q_len)) return "rows of Q are not 16-byte aligned";
   if (!has_aligned_rows(problem.y, batch, problem.q_heads, problem.q_len)) return "rows of Y are not 16-byte aligned";

@@ -23,7 +23,6 @@ struct Divisor {
 struct ForwardParams {
   Problem problem;
   BlockPlan plan;
-  int heads = 0;           // in all
   Divisor q_heads, group;  // group: query heads of a K/V head
   float scale = 1;
   float raw_unit = 1;             // binary orders in a product of Q and K

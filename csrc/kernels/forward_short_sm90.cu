@@ -16,7 +16,6 @@ ForwardParams make_params(const Problem& problem, int sm_count) {
   ForwardParams params;
   params.problem = problem;
   params.plan = plan_block(problem, sm_count);
-  params.heads = static_cast<int>(problem.batch * problem.q_heads);
   params.q_heads = Divisor(problem.q_heads);
   params.group = Divisor(problem.q_heads / problem.kv_heads);
   params.scale = static_cast<float>(problem.scale);
@@ -34,8 +33,7 @@ cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
   constexpr auto kernel = forward<Element, TileShape<kHeadSize>, kHasKeyRow>;
   const cudaError_t error = allow_shared_memory<kernel>(kHopperSharedBytes);
   if (error != cudaSuccess) return error;
-  const int blocks = (params.heads + params.plan.heads - 1) / params.plan.heads;
-  kernel<<<blocks, params.plan.warpgroups * kWarpgroupThreads, params.plan.bytes(), stream>>>(params);
+  kernel<<<params.plan.blocks, warpgroups_of(kHeadSize) * kWarpgroupThreads, params.plan.bytes(), stream>>>(params);
   return cudaGetLastError();
 }
 
