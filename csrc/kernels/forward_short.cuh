@@ -60,7 +60,7 @@ __device__ __forceinline__ void compute_rows(const Block<Shape>& block, const Fo
   const float unit = has_addend ? kLog2e : params.raw_unit;
   const int first_row = row_block * Shape::kRows, warp_row = threadIdx.x % kWarpgroupThreads / 32 * 16;
   const uint32_t place = block.place(at.slot), queries = place + row_block * layout.query_bytes();
-  RunningSoftmax<2> softmax;
+  SteadySoftmax<2> softmax;
   Output<Shape> output;
   wait_for_copies(work.keys_full);
   if (tiles.begin == tiles.end) wait_for_copies(work.values_full);  // no slot is given back before its copies are over
@@ -71,14 +71,15 @@ __device__ __forceinline__ void compute_rows(const Block<Shape>& block, const Fo
     products_wait<0>();
     if (kHasKeyRow && has_addend) add_key_row<Shape>(scores, place + layout.key_row() + tile * kTileKeys * 4, params.scale);
     if (!tiles.is_whole(tile)) work.limits.exclude_others<Shape>(scores, first_row + warp_row, tile * kTileKeys);
-    float correction[2];
-    const bool must_correct = softmax.advance(scores, unit, correction) && tile > tiles.begin;
-    float reference[2];
-    softmax.find_references(scores, unit, reference);
-    scores.for_each([&](float& score, int row, int) { score = softmax.weight(score, row, unit, reference[row]); });
+    float tile_max[2];
+    if (softmax.must_move(scores, tile_max)) {
+      float correction[2];
+      const bool must_correct = softmax.move_to(tile_max, scores, unit, correction) && tile > tiles.begin;
+      if (must_correct) output.for_each([&](float& value, int row, int) { value *= correction[row]; });
+    }
+    softmax.weigh(scores, unit);
     Weights<Element, Shape> weights;
     weights.pack(scores);
-    if (must_correct) output.for_each([&](float& value, int row, int) { value *= correction[row]; });
     if (tile == tiles.begin) wait_for_copies(work.values_full);
     start_output<Element, Shape>(output, weights, place + layout.values() + tile * layout.tile_bytes(), tile > tiles.begin);
     products_wait<0>();
