@@ -149,13 +149,19 @@ void describe_lengths(Problem& problem, const Tensor& counts, int64_t addend) {
   problem.mask.offset_follows_length = true;
 }
 
+// `rows`: past_len, or the capacity of a cache. `columns`: head_size or v_head_size.
+struct PastAxes {
+  const char* rows;
+  const char* columns;
+};
+
 void check_past(const Problem& problem, const Tensor& past, const char* name, const Tensor& incoming, const char* incoming_name,
-                int64_t columns, const Tensor& Q) {
+                int64_t columns, const PastAxes& axes, const Tensor& Q) {
   check_same_device(past, name, Q, "Q");
   check_same_dtype(past, name, incoming, incoming_name);
   const bool fits = past.dim() == 4 && past.size(0) == problem.batch && past.size(1) == problem.kv_heads && past.size(3) == columns;
-  ONNX_ATTN_CHECK(fits, name, ": has shape ", shape_text(past), "; it must be [batch, kv_heads, past_len, head_size] = [", problem.batch,
-                  ", ", problem.kv_heads, ", past_len, ", columns, "]");
+  ONNX_ATTN_CHECK(fits, name, ": has shape ", shape_text(past), "; it must be [batch, kv_heads, ", axes.rows, ", ", axes.columns, "] = [",
+                  problem.batch, ", ", problem.kv_heads, ", ", axes.rows, ", ", columns, "]");
 }
 
 // Fills problem's sizes, dtypes, scale, softcap and window from Q, K, V and the attributes, checking each. Q, K and V are replaced
@@ -255,8 +261,8 @@ struct Request {
 // Points the Problem at `past ++ new`, written to fresh tensors that become the call's outputs.
 void describe_past(Problem& problem, const Tensor& Q, const Tensor& K, const Tensor& V, Request& request, Outputs& outputs) {
   ONNX_ATTN_CHECK(request.past_value.has_value(), "past_value: is missing; past_key and past_value must be given together");
-  check_past(problem, *request.past_key, "past_key", K, "K", problem.head_size, Q);
-  check_past(problem, *request.past_value, "past_value", V, "V", problem.v_head_size, Q);
+  check_past(problem, *request.past_key, "past_key", K, "K", problem.head_size, {"past_len", "head_size"}, Q);
+  check_past(problem, *request.past_value, "past_value", V, "V", problem.v_head_size, {"past_len", "v_head_size"}, Q);
   const int64_t past_len = request.past_key->size(2);
   ONNX_ATTN_CHECK(request.past_value->size(2) == past_len, "past_value: has ", request.past_value->size(2), " rows, but past_key has ",
                   past_len);
@@ -352,8 +358,8 @@ Tensor attention_cached(Tensor Q, Tensor K, Tensor V, const Tensor& key_cache, c
   Problem problem;
   describe_inputs(problem, Q, K, V, ATTRIBUTES);
   const DeviceScope scope(Q);
-  check_past(problem, key_cache, "key_cache", K, "K", problem.head_size, Q);
-  check_past(problem, value_cache, "value_cache", V, "V", problem.v_head_size, Q);
+  check_past(problem, key_cache, "key_cache", K, "K", problem.head_size, {"capacity", "head_size"}, Q);
+  check_past(problem, value_cache, "value_cache", V, "V", problem.v_head_size, {"capacity", "v_head_size"}, Q);
   const int64_t capacity = key_cache.size(2);
   ONNX_ATTN_CHECK(value_cache.size(2) == capacity, "value_cache: has ", value_cache.size(2), " rows, but key_cache has ", capacity);
   check_written_caches({&key_cache, "key_cache"}, {&value_cache, "value_cache"}, {{&Q, "Q"}, {&K, "K"}, {&V, "V"}});

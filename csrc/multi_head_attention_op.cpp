@@ -237,19 +237,21 @@ void describe_attention_bias(Problem& problem, const OptionalTensor& bias, const
   tensor.columns = bias->size(3);
 }
 
-void check_cache(const Problem& problem, const Tensor& cache, const char* name, const Tensor& query) {
+// `rows`: what the cache's axis of rows is called, past_len or capacity.
+void check_cache(const Problem& problem, const Tensor& cache, const char* name, const char* rows, const Tensor& query) {
   check_like_query(cache, name, query);
   const bool fits =
       cache.dim() == 4 && cache.size(0) == problem.batch && cache.size(1) == problem.kv_heads && cache.size(3) == problem.head_size;
-  ONNX_ATTN_CHECK(fits, name, ": has shape ", shape_text(cache), "; it must be [batch, num_heads, past_len, head_size] = [", problem.batch,
-                  ", ", problem.kv_heads, ", past_len, ", problem.head_size, "]");
+  ONNX_ATTN_CHECK(fits, name, ": has shape ", shape_text(cache), "; it must be [batch, num_heads, ", rows, ", head_size] = [",
+                  problem.batch, ", ", problem.kv_heads, ", ", rows, ", ", problem.head_size, "]");
 }
 
-void check_caches(const Problem& problem, Layout layout, const Tensor& past_key, const OptionalTensor& past_value, const Tensor& query) {
+void check_caches(const Problem& problem, Layout layout, const Tensor& past_key, const OptionalTensor& past_value, const char* rows,
+                  const Tensor& query) {
   ONNX_ATTN_CHECK(past_value.has_value(), "past_value: is missing; past_key and past_value must be given together");
   ONNX_ATTN_CHECK(layout != Layout::packed_qkv && layout != Layout::packed_kv, "past_key: cannot be combined with a packed query or key");
-  check_cache(problem, past_key, "past_key", query);
-  check_cache(problem, *past_value, "past_value", query);
+  check_cache(problem, past_key, "past_key", rows, query);
+  check_cache(problem, *past_value, "past_value", rows, query);
   ONNX_ATTN_CHECK(past_value->size(2) == past_key.size(2), "past_value: has ", past_value->size(2), " rows, but past_key has ",
                   past_key.size(2));
   ONNX_ATTN_CHECK(problem.v_head_size == problem.head_size, "value: has head size ", problem.v_head_size,
@@ -294,7 +296,7 @@ Outputs attend(Inputs inputs, Request request, const MhaAttributes& attributes) 
   describe_inputs(problem, inputs, layout, attributes);
   describe_bias(problem, inputs.bias, layout, inputs.query);
   if (request.has_past) {
-    check_caches(problem, layout, *request.past_key, request.past_value, inputs.query);
+    check_caches(problem, layout, *request.past_key, request.past_value, "past_len", inputs.query);
     Present present = append_to_past(problem, *request.past_key, *request.past_value);
     outputs.present_key = std::move(present.key);
     outputs.present_value = std::move(present.value);
@@ -366,7 +368,7 @@ Tensor attend_shared(Inputs inputs, const Tensor& past_key, const Tensor& past_v
   const DeviceScope scope(inputs.query);
   describe_inputs(problem, inputs, layout, attributes);
   describe_bias(problem, inputs.bias, layout, inputs.query);
-  check_caches(problem, layout, past_key, past_value, inputs.query);
+  check_caches(problem, layout, past_key, past_value, "capacity", inputs.query);
   const auto given = [](const OptionalTensor& tensor) { return tensor ? &*tensor : nullptr; };
   check_written_caches({&past_key, "past_key"}, {&past_value, "past_value"},
                        {{&inputs.query, "query"}, {given(inputs.key), "key"}, {given(inputs.value), "value"}});

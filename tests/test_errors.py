@@ -111,11 +111,11 @@ PAST = [
     Refusal("with lengths", {"nonpad_kv_seqlen": torch.tensor([1, 2])}, "nonpad_kv_seqlen", ("past_key",)),
     Refusal("key of another type", {"past_key": cast(torch.float64)}, "past_key", ("float64", "float32")),
     Refusal("value of another type", {"past_value": cast(torch.float16)}, "past_value", ("float16", "V", "float32")),
-    Refusal("rank 3", {"past_key": reshaped(2, 7, 16)}, "past_key", ("[2, 7, 16]",)),
+    Refusal("rank 3", {"past_key": reshaped(2, 7, 16)}, "past_key", ("[2, 7, 16]", "past_len, head_size]")),
     Refusal("another batch", {"past_key": reshaped(1, 2, 7, 8)}, "past_key", ("[1, 2, 7, 8]", "2, 2")),
     Refusal("query heads", {"past_key": reshaped(2, 4, 7, 8)}, "past_key", ("[2, 4, 7, 8]", "2, 2")),
     Refusal("another head size", {"past_key": reshaped(2, 2, 7, 9)}, "past_key", ("[2, 2, 7, 9]", "8")),
-    Refusal("another value head size", {"past_value": reshaped(2, 2, 7, 9)}, "past_value", ("[2, 2, 7, 9]", "8")),
+    Refusal("another value head size", {"past_value": reshaped(2, 2, 7, 9)}, "past_value", ("[2, 2, 7, 9]", "past_len, v_head_size]", "8")),
     Refusal("lengths differ", {"past_value": reshaped(2, 2, 6, 8)}, "past_value", ("6", "past_key", "7")),
     Refusal("mask for the new keys only", {"attn_mask": zeros(3, 13)}, "attn_mask", ("13", "12 keys")),
 ]
@@ -217,9 +217,16 @@ CACHED = [
     Refusal("more rows than the caches", {"K": reshaped(2, 2, 11, 8), "V": reshaped(2, 2, 11, 8)}, "K", ("11", "10")),
     Refusal("key cache of another type", {"key_cache": cast(torch.float16)}, "key_cache", ("float16", "float32")),
     Refusal("value cache of another type", {"value_cache": cast(torch.float64)}, "value_cache", ("float64", "V", "float32")),
-    Refusal("key cache of rank 3", {"key_cache": reshaped(2, 10, 16)}, "key_cache", ("[2, 10, 16]",)),
+    Refusal(
+        "key cache of rank 3", {"key_cache": reshaped(2, 10, 16)}, "key_cache", ("[2, 10, 16]", "capacity, head_size]", "capacity, 8]")
+    ),
     Refusal("key cache with query heads", {"key_cache": reshaped(2, 4, 10, 8)}, "key_cache", ("[2, 4, 10, 8]",)),
-    Refusal("value cache of another head size", {"value_cache": reshaped(2, 2, 10, 9)}, "value_cache", ("[2, 2, 10, 9]",)),
+    Refusal(
+        "value cache of another head size",
+        {"value_cache": reshaped(2, 2, 10, 9)},
+        "value_cache",
+        ("[2, 2, 10, 9]", "capacity, v_head_size]", "capacity, 8]"),
+    ),
     Refusal("capacities differ", {"value_cache": reshaped(2, 2, 9, 8)}, "value_cache", ("9", "key_cache", "10")),
     Refusal("key cache with a strided last axis", {"key_cache": zeros(2, 2, 10, 16)[..., ::2]}, "key_cache", ("stride 2", "1")),
     Refusal("value cache with a strided last axis", {"value_cache": zeros(2, 2, 8, 10).transpose(2, 3)}, "value_cache", ("stride 10", "1")),

@@ -156,7 +156,10 @@ SHARED = [
     Refusal("strided last axis", {"past_key": zeros(2, 2, 12, 16)[..., ::2]}, "past_key", ("stride 2", "1")),
     Refusal("expanded", {"past_value": zeros(2, 1, 12, 8).expand(2, 2, 12, 8)}, "past_value", ("axis 1", "stride 0")),
     Refusal(
-        "values of another head size", {"value": zeros(2, 1, 12), "past_value": reshaped(2, 2, 12, 6)}, "past_value", ("[2, 2, 12, 6]",)
+        "values of another head size",
+        {"value": zeros(2, 1, 12), "past_value": reshaped(2, 2, 12, 6)},
+        "past_value",
+        ("[2, 2, 12, 6]", "capacity, head_size]", "capacity, 8]"),
     ),
     Refusal("beam too large", {"cache_indirection": beam_outside(3, 2)}, "cache_indirection", ("1", "3", "2")),
     Refusal("beam negative", {"cache_indirection": beam_outside(0, -1)}, "cache_indirection", ("-1",)),

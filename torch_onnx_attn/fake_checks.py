@@ -129,8 +129,9 @@ def check_attention(
     if past is not None:
         check(nonpad_kv_seqlen is None, "nonpad_kv_seqlen: cannot be combined with past_key and past_value")
         (key_name, key), (value_name, value) = past.items()
-        _check_shape(key, key_name, "batch, kv_heads, rows, head_size", Q.shape[0], kv_heads, None, head_size)
-        _check_shape(value, value_name, "batch, kv_heads, rows, v_head_size", Q.shape[0], kv_heads, key.shape[2], v_head_size)
+        length = "past_len" if capacity is None else "capacity"
+        _check_shape(key, key_name, f"batch, kv_heads, {length}, head_size", Q.shape[0], kv_heads, None, head_size)
+        _check_shape(value, value_name, f"batch, kv_heads, {length}, v_head_size", Q.shape[0], kv_heads, key.shape[2], v_head_size)
         _check_dtype(key, key_name, K.dtype, "K")
         _check_dtype(value, value_name, V.dtype, "V")
         total = key.shape[2] + kv_len if capacity is None else capacity
@@ -243,7 +244,8 @@ def check_mha(given: dict[str, Any]) -> None:
         check(not is_packed, "past_key: cannot be combined with a packed query or key")
         for name, cache in (("past_key", key), ("past_value", value)):
             rows = None if cache is key else key.shape[2]
-            _check_shape(cache, name, "batch, num_heads, past_len, head_size", query.shape[0], num_heads, rows, head_size)
+            length = "capacity" if is_shared else "past_len"
+            _check_shape(cache, name, f"batch, num_heads, {length}, head_size", query.shape[0], num_heads, rows, head_size)
             _check_dtype(cache, name, query.dtype, "query")
         check(not differ(head_size, v_head_size), f"value: has head size {v_head_size}, but query has {head_size}; with a past they agree")
         total = key.shape[2] + (0 if is_shared else new_len)
