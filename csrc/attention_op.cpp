@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "forward_only.h"
+#include "written.h"
 
 namespace onnx_attn {
 
@@ -362,7 +363,6 @@ Tensor attention_cached(Tensor Q, Tensor K, Tensor V, const Tensor& key_cache, c
   check_past(problem, value_cache, "value_cache", V, "V", problem.v_head_size, {"capacity", "v_head_size"}, Q);
   const int64_t capacity = key_cache.size(2);
   ONNX_ATTN_CHECK(value_cache.size(2) == capacity, "value_cache: has ", value_cache.size(2), " rows, but key_cache has ", capacity);
-  check_written_caches({&key_cache, "key_cache"}, {&value_cache, "value_cache"}, {{&Q, "Q"}, {&K, "K"}, {&V, "V"}});
   check_same_device(cache_lengths, "cache_lengths", Q, "Q");
   ONNX_ATTN_CHECK(type_of(cache_lengths) == ScalarType::Long || type_of(cache_lengths) == ScalarType::Int, "cache_lengths: has dtype ",
                   dtype_name(type_of(cache_lengths)), "; it must be int64 or int32");
@@ -387,6 +387,8 @@ Tensor attention_cached(Tensor Q, Tensor K, Tensor V, const Tensor& key_cache, c
   problem.v = view_bhsd(value_cache);
   describe_lengths(problem, cache_lengths, new_len);
   describe_attn_mask(problem, attn_mask, Q);
+  check_written_caches({key_cache, "key_cache"}, {value_cache, "value_cache"},
+                       {{Q, "Q"}, {K, "K"}, {V, "V"}, {cache_lengths, "cache_lengths"}, {attn_mask, "attn_mask"}});
   Tensor Y = allocate_output(problem, Q);
   run(problem, Q);
   count_write(key_cache);

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "forward_only.h"
+#include "written.h"
 
 namespace onnx_attn {
 
@@ -78,8 +79,7 @@ Tensor tensor_scatter(const Tensor& past_cache, const Tensor& update, OptionalTe
 void tensor_scatter_in_place(const Tensor& cache, const Tensor& update, OptionalTensor write_indices, int64_t axis, bool circular) {
   check_no_gradient(cache, "cache");
   const Scatter scatter = describe_scatter(cache, "cache", update, write_indices, axis, circular);
-  check_writable(cache, "cache");
-  check_no_overlap(cache, "cache", update, "update");
+  check_written({cache, "cache"}, {{update, "update"}, {write_indices, "write_indices"}});
   const DeviceScope scope(cache);
   run(scatter, cache);
   count_write(cache);

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "forward_only.h"
+#include "written.h"
 
 namespace onnx_attn {
 
@@ -369,9 +370,6 @@ Tensor attend_shared(Inputs inputs, const Tensor& past_key, const Tensor& past_v
   describe_inputs(problem, inputs, layout, attributes);
   describe_bias(problem, inputs.bias, layout, inputs.query);
   check_caches(problem, layout, past_key, past_value, "capacity", inputs.query);
-  const auto given = [](const OptionalTensor& tensor) { return tensor ? &*tensor : nullptr; };
-  check_written_caches({&past_key, "past_key"}, {&past_value, "past_value"},
-                       {{&inputs.query, "query"}, {given(inputs.key), "key"}, {given(inputs.value), "value"}});
   const int64_t capacity = past_key.size(2), new_len = problem.kv_len;
   ONNX_ATTN_CHECK(new_len <= capacity, "key: has ", new_len, " rows, but past_key holds only ", capacity);
   check_past_sequence_length(past_sequence_length, new_len, capacity, inputs.query);
@@ -385,6 +383,15 @@ Tensor attend_shared(Inputs inputs, const Tensor& past_key, const Tensor& past_v
   problem.mask.lengths = Lengths{past.data, past.dtype, 0, new_len};
   problem.mask.offset_follows_length = true;
   describe_beams(problem, cache_indirection, inputs, layout, past, past_sequence_length);
+  check_written_caches({past_key, "past_key"}, {past_value, "past_value"},
+                       {{inputs.query, "query"},
+                        {inputs.key, "key"},
+                        {inputs.value, "value"},
+                        {inputs.bias, "bias"},
+                        {inputs.key_padding_mask, "key_padding_mask"},
+                        {inputs.attention_bias, "attention_bias"},
+                        {past_sequence_length, "past_sequence_length"},
+                        {cache_indirection, "cache_indirection"}});
   // On the CPU the keys in use are known; on CUDA they are not, and columns that a mask lacks count as masked.
   const int64_t least = past_sequence_length.is_cpu() ? count_at(past_sequence_length, 0) + new_len : 0;
   return finish(problem, inputs, Outputs{}, KeyWidths{least, capacity}, attributes, false).output.value();

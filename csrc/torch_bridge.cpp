@@ -154,16 +154,6 @@ Tensor empty_bhsd(const Tensor& like, int64_t batch, int64_t heads, int64_t rows
   return empty_strided(like, type_of(like), sizes, strides, 4);
 }
 
-// Elements between the first and the last one that a tensor can reach.
-static int64_t extent(const Tensor& tensor) {
-  int64_t last = 0;
-  for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
-    if (tensor.size(axis) == 0) return 0;
-    last += (tensor.size(axis) - 1) * tensor.stride(axis);
-  }
-  return last + 1;
-}
-
 void start_append(Problem& problem) {
   Append& append = problem.append;
   append.active = true;
@@ -187,35 +177,6 @@ Present append_to_past(Problem& problem, Tensor& past_key, Tensor& past_value) {
   problem.k = view_bhsd(present.key);
   problem.v = view_bhsd(present.value);
   return present;
-}
-
-void check_writable(const Tensor& tensor, const char* name) {
-  for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
-    ONNX_ATTN_CHECK(tensor.size(axis) <= 1 || tensor.stride(axis) != 0, name, ": is written in place, but axis ", axis,
-                    " is expanded (stride 0), so that its elements share memory; pass a tensor with storage of its own");
-  }
-}
-
-void check_no_overlap(const Tensor& first, const char* first_name, const Tensor& second, const char* second_name) {
-  const char* a = static_cast<const char*>(first.const_data_ptr());
-  const char* b = static_cast<const char*>(second.const_data_ptr());
-  const int64_t a_bytes = extent(first) * element_size(type_of(first)), b_bytes = extent(second) * element_size(type_of(second));
-  const bool apart = a_bytes == 0 || b_bytes == 0 || a + a_bytes <= b || b + b_bytes <= a;
-  ONNX_ATTN_CHECK(apart, second_name, ": overlaps ", first_name,
-                  ", which is written in place, in the memory that the two span; they must be different storage");
-}
-
-void check_written_caches(NamedTensor keys, NamedTensor values, std::initializer_list<NamedTensor> read) {
-  for (const auto& [cache, name] : {keys, values}) {
-    ONNX_ATTN_CHECK(cache->size(3) == 1 || cache->stride(3) == 1, name, ": last axis has stride ", cache->stride(3), "; it must be 1");
-  }
-  for (const auto& [cache, name] : {keys, values}) check_writable(*cache, name);
-  check_no_overlap(*keys.tensor, keys.name, *values.tensor, values.name);
-  for (const auto& [cache, name] : {keys, values}) {
-    for (const auto& [tensor, tensor_name] : read) {
-      if (tensor) check_no_overlap(*cache, name, *tensor, tensor_name);
-    }
-  }
 }
 
 int64_t count_at(const Tensor& counts, int64_t index) {

@@ -66,18 +66,6 @@ struct Present {
 };
 Present append_to_past(Problem& problem, Tensor& past_key, Tensor& past_value);
 
-// Refuses a tensor that is written in place but whose elements share memory (an expanded axis).
-void check_writable(const Tensor& tensor, const char* name);
-// `first` is written in place: nothing else may lie between its first and last element.
-void check_no_overlap(const Tensor& first, const char* first_name, const Tensor& second, const char* second_name);
-
-// A pair of 4-D caches that is written in place: unit last axes, no shared elements, nothing that is read in the same memory.
-struct NamedTensor {
-  const Tensor* tensor;  // null: not given
-  const char* name;
-};
-void check_written_caches(NamedTensor keys, NamedTensor values, std::initializer_list<NamedTensor> read);
-
 // Reads counts that live on the CPU; never called for CUDA tensors.
 int64_t count_at(const Tensor& counts, int64_t index);
 

@@ -15,28 +15,35 @@ from .fake_checks import (
     check_attention,
     check_caches,
     check_devices,
+    check_last_axes,
     check_mha,
     check_rank,
     check_scatter,
-    check_written,
-    check_written_caches,
     heads_of,
     mha_sizes,
 )
+from .fake_written import check_written
 
 
 def _register(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.onnx_attn, packet), overload or "default")
-    names = [argument.name for argument in op._schema.arguments]
+    arguments = op._schema.arguments
+    names = [argument.name for argument in arguments]
+    written = [argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         def fake(*args: Any, **kwargs: Any) -> Any:
             given = dict(zip(names, args, strict=False)) | kwargs
-            check_devices({name: value for name, value in given.items() if isinstance(value, Tensor)})
+            tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+            check_devices(tensors)
             if packet == "mha":
                 check_mha(given)
-            return function(*args, **kwargs)
+            outputs = function(*args, **kwargs)
+            if written:
+                read = {name: tensor for name, tensor in tensors.items() if name not in written}
+                check_written({name: tensors[name] for name in written}, read)
+            return outputs
 
         return torch.library.register_fake(f"onnx_attn::{name}", fake)  # type: ignore[no-any-return]
 
@@ -162,7 +169,7 @@ def _mha_kv_with_qk(query, key=None, value=None, *inputs, past_key, past_value=N
 
 @_register("mha.shared")
 def _mha_shared(query, key=None, value=None, *inputs, past_key, past_value, past_sequence_length, num_heads, **attributes):  # type: ignore[no-untyped-def]
-    check_written_caches({"past_key": past_key, "past_value": past_value})
+    check_last_axes({"past_key": past_key, "past_value": past_value})
     return _mha_output(query, key, value, num_heads)
 
 
@@ -184,7 +191,6 @@ def _tensor_scatter(past_cache, update, write_indices=None, *, axis=-2, circular
 @_register("tensor_scatter_")
 def _tensor_scatter_in_place(cache, update, write_indices=None, *, axis=-2, circular=False):  # type: ignore[no-untyped-def]
     check_scatter(cache, "cache", update, write_indices, axis)
-    check_written(cache, "cache")
     return None
 
 

@@ -167,26 +167,18 @@ def _check_mask(attn_mask: Tensor, axes: tuple[Size, ...], total: Size) -> None:
 
 def check_caches(K: Tensor, kv_num_heads: int, caches: dict[str, Tensor], cache_lengths: Tensor) -> None:
     """Of attention_cached, beyond what ``check_attention`` finds."""
-    check_written_caches(caches)
+    check_last_axes(caches)
     check(cache_lengths.dtype in _INTEGERS, f"cache_lengths: has dtype {_name(cache_lengths.dtype)}; it must be int64 or int32")
     _check_shape(cache_lengths, "cache_lengths", "batch", K.shape[0])
     rows, capacity = heads_of(K, kv_num_heads)[1], caches["key_cache"].shape[2]
     check(not _is_more(rows, capacity), f"K: has {rows} rows, but the caches hold only {capacity}")
 
 
-def check_written_caches(caches: dict[str, Tensor]) -> None:
+def check_last_axes(caches: dict[str, Tensor]) -> None:
     """Of [batch, heads, rows, columns] that are written in place."""
     for name, cache in caches.items():
-        check_written(cache, name)
         has_gaps = differ(cache.stride(3), 1) and differ(cache.shape[3], 1)
         check(not has_gaps, f"{name}: last axis has stride {cache.stride(3)}; it must be 1")
-
-
-def check_written(cache: Tensor, name: str) -> None:
-    """An argument that is written in place."""
-    for axis, (size, stride) in enumerate(zip(cache.shape, cache.stride(), strict=True)):
-        is_expanded = isinstance(size, int) and size > 1 and isinstance(stride, int) and stride == 0
-        check(not is_expanded, f"{name}: is written in place, but axis {axis} is expanded (stride 0)")
 
 
 def _is_more(first: Size, second: Size) -> bool:
