@@ -309,6 +309,7 @@ Outputs attend(Inputs inputs, Request request, const MhaAttributes& attributes) 
 
 // past_sequence_length is device data on CUDA, so there only shapes are checked and the kernels drop what does not fit.
 void check_past_sequence_length(const Tensor& length, int64_t new_len, int64_t capacity, const Tensor& query) {
+  check_given(length, "past_sequence_length");
   ONNX_ATTN_CHECK(type_of(length) == ScalarType::Int || type_of(length) == ScalarType::Long, "past_sequence_length: has dtype ",
                   dtype_name(type_of(length)), "; it must be int32 or int64");
   ONNX_ATTN_CHECK(length.dim() <= 1 && length.numel() == 1, "past_sequence_length: has shape ", shape_text(length),
@@ -448,6 +449,9 @@ Tensor mha_shared(INPUT_PARAMETERS, const Tensor& past_key, const Tensor& past_v
 std::tuple<Tensor, Tensor, Tensor> mha_shared_functional(INPUT_PARAMETERS, const Tensor& past_key, const Tensor& past_value,
                                                          const Tensor& past_sequence_length, const OptionalTensor& cache_indirection,
                                                          ATTRIBUTE_PARAMETERS) {
+  check_given(query, "query");
+  check_given(past_key, "past_key");
+  check_given(past_value, "past_value");
   const DeviceScope scope(query);
   Tensor present_key = torch::stable::clone(torch::stable::contiguous(past_key));
   Tensor present_value = torch::stable::clone(torch::stable::contiguous(past_value));

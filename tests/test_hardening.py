@@ -92,20 +92,6 @@ def test_an_output_that_does_not_fit_says_so() -> None:
 # ------------------------------------------------------------------------------------------------ tensors of nowhere
 
 
-@pytest.mark.parametrize("position, name", [(0, "Q"), (1, "K"), (2, "V")])
-def test_none_for_a_tensor_names_it(position: int, name: str) -> None:
-    inputs: list[torch.Tensor | None] = [*qkv()]
-    inputs[position] = None
-    with pytest.raises(RuntimeError, match=f"^{name}: is None"):
-        ops.attention.default(*inputs)
-
-
-def test_none_for_a_cache_names_it() -> None:
-    Q, K, V = qkv(1)
-    with pytest.raises(RuntimeError, match=r"^key_cache: is None"):
-        ops.attention_cached(Q, K, V, None, torch.zeros(1, 2, 6, 4), torch.tensor([0]))
-
-
 @pytest.mark.parametrize("position, name", [(1, "K"), (2, "V")])
 def test_meta_tensors_beside_real_ones_are_refused(position: int, name: str) -> None:
     inputs = qkv()

@@ -38,8 +38,8 @@ def _kernel(op: Any, device_type: str, key: torch.DispatchKey) -> Callable[..., 
         def cast(name: str, value: Any) -> Any:
             if name in written:
                 return value
-            dtype = given[caches[name]].dtype if name in caches else torch.get_autocast_dtype(device_type)
-            return _cast(value, device_type, dtype)
+            cache = given[caches[name]] if name in caches else None  # None for the cache too, which the op refuses
+            return _cast(value, device_type, torch.get_autocast_dtype(device_type) if cache is None else cache.dtype)
 
         with torch._C._ExcludeDispatchKeyGuard(excluded):
             cast_args = [cast(name, value) for name, value in zip(names, args, strict=False)]

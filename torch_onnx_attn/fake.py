@@ -30,11 +30,14 @@ def _register(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     op = getattr(getattr(torch.ops.onnx_attn, packet), overload or "default")
     arguments = op._schema.arguments
     names = [argument.name for argument in arguments]
+    required = [argument.name for argument in arguments if isinstance(argument.type, torch.TensorType)]
     written = [argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         def fake(*args: Any, **kwargs: Any) -> Any:
             given = dict(zip(names, args, strict=False)) | kwargs
+            for name in required:
+                check(given.get(name) is not None, f"{name}: is None; a tensor is required")
             tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
             check_devices(tensors)
             if packet == "mha":

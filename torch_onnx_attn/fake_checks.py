@@ -229,7 +229,6 @@ def check_mha(given: dict[str, Any]) -> None:
         _check_shape(bias, "bias", "hidden + hidden + v_hidden", num_heads * (2 * head_size + v_head_size))
     total, is_shared = new_len, given.get("past_sequence_length") is not None
     key, value = given.get("past_key"), given.get("past_value")
-    check(key is not None or not is_shared, "past_key: is missing; past_key and past_value must be given together")
     if key is not None:
         check(value is not None, "past_value: is missing; past_key and past_value must be given together")
         assert value is not None
