@@ -4,6 +4,8 @@
 
 #include <array>
 
+#include "plan_record.h"
+
 namespace onnx_attn {
 
 namespace {
@@ -35,6 +37,7 @@ void check_no_gradient(const Tensor& written, const char* name) {
 }
 
 void count_write(const Tensor& written) {
+  if (plan_record::is_recording()) return;                    // nothing is written
   if (to<bool>(call("aten::is_inference", written))) return;  // these have no version to count
   // To torch an axis swapped with itself is a write like any other.
   to<Tensor>(call("aten::transpose_", written, int64_t{0}, int64_t{0}));

@@ -53,6 +53,6 @@ STABLE_TORCH_LIBRARY(onnx_attn, m) {
   m.def("_requires_gradient(Tensor written) -> bool");
   m.def("_build_info() -> int[]");
   m.def("_prefer_kernels(int[] text) -> ()");
-  m.def("_record_plans(bool record, int[] device) -> ()");
-  m.def("_recorded_plan() -> Tensor?");
+  m.def("_begin_recording(int[] device) -> ()");
+  m.def("_end_recording() -> Tensor?");
 }

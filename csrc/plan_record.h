@@ -7,10 +7,11 @@
 
 namespace onnx_attn::plan_record {
 
-// Whether this thread records plans instead of running calls, and the machine it plans for; null: the machine of the tensors.
+// Whether this thread records plans instead of running calls.
 bool is_recording();
-const Device* pretended_device();
 
+// While it does: the machine it plans for (null: that of the tensors), and where a plan goes.
+const Device* pretended_device();
 void store(const Plan& plan);
 
 std::string as_json(const Plan& plan);

@@ -1,11 +1,14 @@
 """The planner, a pure function: what each call would run, here and on a GPU that is only described."""
 
+import contextlib
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_onnx_attn
 from torch_onnx_attn import CPU, H200, Machine, explain, kernel
@@ -108,6 +111,68 @@ def test_nothing_is_written():
     with pytest.raises(RuntimeError, match="no attention call"):
         explain(torch_onnx_attn.tensor_scatter_, explained_scatter, torch.ones(2, 1), axis=1)
     assert not explained_scatter.any()
+
+
+class Through(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext, Through])
+def test_no_write_is_counted(context):
+    """A backward pass that saved a cache still finds it as it was."""
+    Q, K, V = qkv(q_len=1, kv_len=1)
+    caches = torch.ones(2, 4, 5, 64).half(), torch.ones(2, 4, 5, 64).half()
+    weight = torch.ones(64).half().requires_grad_()
+    products = sum((cache * weight).sum() for cache in caches)
+    with context():
+        explain(torch_onnx_attn.attention_cached, Q, K, V, *caches, torch.tensor([0, 1]))
+        x = torch.randn(2, 1, 256).half()
+        length = torch.tensor([2])
+        explain(torch.ops.onnx_attn.mha.shared, x, x, x, past_key=caches[0], past_value=caches[1], past_sequence_length=length, num_heads=4)
+        with pytest.raises(RuntimeError, match="no attention call"):
+            explain(torch_onnx_attn.tensor_scatter_, caches[0], K)
+        assert [cache._version for cache in caches] == [0, 0]
+        products.backward()
+        assert bool((weight.grad == 2 * 2 * 4 * 5).all())
+        torch_onnx_attn.attention_cached(Q, K, V, *caches, torch.tensor([0, 1]))
+    assert [cache._version for cache in caches] == [1, 1]  # calls count again
+
+
+def test_explain_inside_explain():
+    Q, K, V = qkv(q_len=1, kv_len=1)
+    caches = torch.zeros(2, 4, 5, 64).half(), torch.zeros(2, 4, 5, 64).half()
+    inner = []
+
+    def call(first, refused=False):
+        if first:
+            torch_onnx_attn.attention_cached(Q, K, V, *caches, torch.tensor([0, 1]))
+        inner.append(explain(attention.default, *qkv(dtype=torch.float32), machine=CPU))
+        if refused:
+            with pytest.raises(RuntimeError, match="V: has 3 heads"):
+                explain(attention.default, Q, K, V[:, :3])
+            with pytest.raises(RuntimeError, match="no attention call"):
+                explain(lambda: None)
+        if not first:
+            torch_onnx_attn.attention_cached(Q, K, V, *caches, torch.tensor([0, 1]))
+
+    for first, refused in ((True, False), (False, False), (False, True), (True, True)):
+        assert explain(call, first, refused, machine=H200).kernel == "decode"
+        assert inner.pop().kernel == "cpu"
+    assert not any(cache.any() or cache._version for cache in caches)
+    torch_onnx_attn.attention_cached(Q, K, V, *caches, torch.tensor([0, 1]))
+    assert all(cache.any() for cache in caches)
+
+
+def test_recording_is_of_one_thread():
+    Q, K, V = qkv()
+
+    def call():
+        attention.default(Q, K, V)
+        with ThreadPoolExecutor(1) as pool:
+            assert bool(pool.submit(attention.default, Q, K, torch.ones_like(V)).result().isclose(torch.ones(()).half()).all())
+
+    assert explain(call, machine=H200).kernel != "cpu"
 
 
 def test_an_illegal_call_raises_and_recording_ends():

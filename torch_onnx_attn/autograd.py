@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .explain import is_recording
+
 _MESSAGE = (
     "onnx_attn is forward only: torch.ops.onnx_attn ops have no backward. Run them under torch.no_grad() or "
     "torch.inference_mode(), or train with torch.nn.functional.scaled_dot_product_attention"
@@ -121,7 +123,7 @@ def _forward_only_written(op: Any) -> Callable[..., Any]:
                     raise RuntimeError(f"{name}: requires a gradient, but is written in place and onnx_attn is forward only; detach it")
         result = kernel_below(keyset, *args, **kwargs)
         for cache in caches.values():  # so that a backward pass that saved the cache notices the write
-            if not cache.is_inference():
+            if not (is_recording() or cache.is_inference()):
                 torch.autograd.graph.increment_version(cache)
         return result
 

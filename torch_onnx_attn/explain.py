@@ -52,8 +52,20 @@ class Plan(NamedTuple):
     workspace_bytes: int
 
 
+class _Recordings(threading.local):
+    depth = 0  # explain may be called inside explain
+
+
+_recordings = _Recordings()
+
+
+def is_recording() -> bool:
+    """Whether calls of this thread are planned and not run."""
+    return _recordings.depth > 0
+
+
 def explain(op: Callable[..., Any], *args: Any, machine: Machine | None = None, **kwargs: Any) -> Plan:
-    """The plan of ``op(*args, **kwargs)``. The call is checked as usual but nothing is computed or written.
+    """The plan of ``op(*args, **kwargs)``. The call is checked as usual but nothing is computed or written, nor counted as a write.
 
     Args:
         op: an op of ``torch.ops.onnx_attn`` that attends, or a function of this package that calls one.
@@ -67,13 +79,13 @@ def explain(op: Callable[..., Any], *args: Any, machine: Machine | None = None, 
         raise ValueError(f"op: is {op!r}, must be an op of torch.ops.onnx_attn that attends, or a function that calls one")
     if machine is not None and not isinstance(machine, Machine):
         raise ValueError(f"machine: is {machine!r}, must be a Machine, such as torch_onnx_attn.H200")
-    record_plans = torch.ops.onnx_attn._record_plans
-    record_plans(True, [int(field) for field in machine] if machine else [])
+    torch.ops.onnx_attn._begin_recording([int(field) for field in machine] if machine else [])
+    _recordings.depth += 1
     try:
         op(*args, **kwargs)
     finally:
-        record_plans(False, [])
-    recorded = torch.ops.onnx_attn._recorded_plan()
+        _recordings.depth -= 1
+        recorded = torch.ops.onnx_attn._end_recording()
     if recorded is None:
         raise RuntimeError("op: made no attention call, so there is no plan to explain")
     return Plan(**json.loads(bytes(recorded.tolist())))
