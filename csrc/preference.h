@@ -7,8 +7,9 @@
 
 namespace onnx_attn {
 
-// "general" forces a kernel; "-decode,-forward_sm90" forbids some; "" wishes for nothing. False for an unknown name, which `unknown` gets.
-bool parse_preference(const std::string& text, Preference& preference, std::string& unknown);
+// "general" forces a kernel; "-decode, -forward_sm90" forbids some; "" wishes for nothing. Returns what is wrong with the text, as it
+// follows the name of what was read ("kernel: " and so on), or "".
+std::string parse_preference(const std::string& text, Preference& preference);
 
 // The thread's preference if one is set, else the environment's. An environment that cannot be read has `error` set.
 const Preference& current_preference(std::string& error);

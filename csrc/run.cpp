@@ -176,9 +176,8 @@ std::vector<int64_t> build_info() {
 void prefer_kernels(std::vector<int64_t> text) {
   if (text.empty()) return set_thread_preference(nullptr);
   Preference preference;
-  std::string unknown;
-  ONNX_ATTN_CHECK(parse_preference(std::string(text.begin(), text.end()), preference, unknown), "kernel: is '", unknown,
-                  "'; there are decode, forward_short, forward_sm90, forward_sm80, forward_float32 and general");
+  const std::string error = parse_preference(std::string(text.begin(), text.end()), preference);
+  ONNX_ATTN_CHECK(error.empty(), "kernel: ", error);
   set_thread_preference(&preference);
 }
 

@@ -214,9 +214,12 @@ def test_choices_nest_and_end():
     assert explain(attention.default, *qkv(), machine=H200).kernel == default
 
 
+NAMES = "decode, forward_short, forward_sm90, forward_sm80, forward_float32 and general"
+
+
 def test_an_unknown_kernel_is_an_error_that_names_it():
     for name in ("fastest", "général", "\u0167eneral"):  # the last letter's lowest byte is that of a g
-        with pytest.raises(RuntimeError, match=f"kernel: is '{name}'"), kernel(name):
+        with pytest.raises(RuntimeError, match=f"^kernel: is '{name}'; there are {NAMES}$"), kernel(name):
             pass
 
 
@@ -226,6 +229,8 @@ def test_an_unknown_kernel_is_an_error_that_names_it():
         ({"name": 3}, "name: is 3, must be the name of a kernel"),
         ({"name": ""}, "name: is '', must be the name of a kernel"),
         ({"name": "decode,general"}, "name: is 'decode,general', must be the name of a kernel"),
+        ({"name": " decode"}, "name: is ' decode', must be the name of a kernel"),
+        ({"forbid": ("decode ",)}, r"forbid: is \('decode ',\), must be a tuple of names"),
         ({"name": "-decode"}, "name: is '-decode', must be the name of a kernel"),
         ({"forbid": 5}, "forbid: is 5, must be a tuple of names"),
         ({"forbid": ("-decode",)}, r"forbid: is \('-decode',\), must be a tuple of names"),
@@ -263,9 +268,15 @@ def test_the_environment_chooses_for_the_process():
         return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
 
     assert run("general").stdout.strip() == "general"
-    assert run("-decode,-forward_short,-forward_sm90,-forward_sm80,-forward_float32").stdout.strip() == "general"
-    refused = run("nonsense")
-    assert refused.returncode != 0 and "TORCH_ONNX_ATTN_KERNEL" in refused.stderr and "nonsense" in refused.stderr
+    assert run("-decode, -forward_short ,-forward_sm90,  -forward_sm80,-forward_float32,").stdout.strip() == "general"
+    for value, message in {
+        "nonsense": f"is 'nonsense'; there are {NAMES}",
+        "-decode,nonsense": f"is 'nonsense'; there are {NAMES}",
+        "decode,general": "forces 'decode' and 'general'; only one can be forced",
+        "-general, general": "forces 'general', which it also forbids",
+    }.items():
+        refused = run(value)
+        assert refused.returncode != 0 and f"RuntimeError: TORCH_ONNX_ATTN_KERNEL: {message}\n" in refused.stderr
 
 
 def test_the_log_shows_plans():

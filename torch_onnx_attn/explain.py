@@ -100,8 +100,9 @@ def _prefer(text: str) -> None:
 
 
 def _is_one_name(name: Any) -> bool:
-    """Whether it cannot be read as anything but the name of one kernel: a comma begins another choice, a hyphen forbids."""
-    return isinstance(name, str) and name != "" and "," not in name and not name.startswith("-")
+    """Whether it cannot be read as anything but the name of one kernel: a comma begins another choice, a hyphen forbids, and spaces
+    around either are left out."""
+    return isinstance(name, str) and name != "" and "," not in name and not name.startswith(("-", " ")) and not name.endswith(" ")
 
 
 @contextmanager
@@ -109,7 +110,8 @@ def kernel(name: str | None = None, *, forbid: tuple[str, ...] = ()) -> Iterator
     """Forces one CUDA kernel, or forbids some, for the calls that this thread makes inside ``with``.
 
     A forced kernel that cannot take a call raises ``RuntimeError`` with its reason. The environment variable
-    ``TORCH_ONNX_ATTN_KERNEL`` does the same for the process: ``general`` forces, ``-decode,-forward_sm90`` forbids.
+    ``TORCH_ONNX_ATTN_KERNEL`` does the same for the process: ``general`` forces, ``-decode,-forward_sm90`` forbids; what cannot be
+    read raises ``RuntimeError`` from the first call.
 
     Args:
         name: ``decode``, ``forward_short`` and ``forward_sm90`` (Hopper), ``forward_sm80``, ``forward_float32`` or ``general``.
