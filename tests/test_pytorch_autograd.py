@@ -46,6 +46,24 @@ def test_forward_only_when_compiled(device: str) -> None:
         Y.sum().backward()
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_an_output_that_is_not_used_stops_no_backward_pass(is_compiled: bool, device: str) -> None:
+    """A compiled graph has a gradient for every output: zeros for this one."""
+    x, weight = (torch.randn(1, 2, 4, 8, device=device, requires_grad=True) for _ in range(2))
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * weight, ops.attention(x, x, x)
+
+    torch._dynamo.reset()
+    call = torch.compile(step, fullgraph=True, backend="aot_eager") if is_compiled else step
+    call(x)[0].sum().backward()
+    assert x.grad is not None and weight.grad is not None
+    assert torch.equal(x.grad, weight.detach()) and torch.equal(weight.grad, x.detach())
+    for used in (lambda outputs: outputs[1], lambda outputs: outputs[0] + outputs[1], lambda outputs: outputs[1] * float("nan")):
+        with pytest.raises(RuntimeError, match="forward only"):
+            used(call(x)).sum().backward()
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(context: Callable[[], Any], device: str) -> None:
     inputs = {name: x.requires_grad_() for name, x in make_inputs(Case(past=2), device).items()}

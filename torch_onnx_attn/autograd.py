@@ -25,11 +25,15 @@ _MESSAGE = (
 )
 
 _definitions = torch.library.Library("onnx_attn", "FRAGMENT")
-_definitions.define("_refuse_backward(Tensor[] gradients, Tensor[] inputs) -> Tensor[]")
+# It reads the gradients, which a CUDA graph cannot.
+_definitions.define("_refuse_backward(Tensor[] gradients, Tensor[] inputs) -> Tensor[]", tags=torch.Tag.cudagraph_unsafe)
 
 
 def _refuse_backward(gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    raise RuntimeError(_MESSAGE)
+    """A compiled graph hands zeros to an output that nobody used. They stay zeros, whatever the derivative would be."""
+    if any(bool(gradient.any()) for gradient in gradients):
+        raise RuntimeError(_MESSAGE)
+    return [torch.zeros_like(tensor) for tensor in inputs]
 
 
 _definitions.impl("_refuse_backward", _refuse_backward, "CompositeExplicitAutograd")
