@@ -161,12 +161,16 @@ struct LoaderShare {
 // Together the loaders read a tile from one end to the other. Boxes of the copy engine ran at 0.90 of the speed of a plain read,
 // whether 64 columns wide or of two panels side by side, where this ran at 0.98 (64 sequences of 2048 keys and 32 heads, arithmetic
 // left out, H200, 2026-11); and it takes any strides, needs nothing from the host, and runs on compute capability 8.0.
+//
+// Keys and values pass through the L2 cache once. Marked so, they leave code and arguments there, which would otherwise come from memory
+// anew, behind all that is on its way: 51.5 to 47.0 us at 16, 16/1, 8192 keys of 256, 129.4 to 125.6 with log-uniform lengths.
 template <class Element, int kHeadSize>
 __device__ __forceinline__ void copy_tile(const LaneSource<Element>& keys, const LaneSource<Element>& values, int key, int end,
                                           uint32_t stage, const LoaderShare& share) {
   using S = Stage<kHeadSize>;
   constexpr int kSteps = 8;  // instructions of a run
   const LanePiece<kHeadSize> lane;
+  const uint64_t policy = device::read_once_policy();
   constexpr int kRunRows = kSteps * LanePiece<kHeadSize>::kRowStep, kRuns = S::kKeys / kRunRows;
 #pragma unroll 1
   for (int run = share.loader; run < 2 * kRuns; run += share.loaders) {
@@ -179,7 +183,7 @@ __device__ __forceinline__ void copy_tile(const LaneSource<Element>& keys, const
     static_assert(kRunRows % 8 == 0, "the swizzle of a run begins anew");
 #pragma unroll
     for (int row = 0; row < kRunRows; row += lane.kRowStep) {
-      device::copy_async_16(target + lane.place(row), source, row < count ? 16 : 0);
+      device::copy_async_16_once(target + lane.place(row), source, row < count ? 16 : 0, policy);
       source += lane.kRowStep * row_stride;
     }
   }

@@ -18,6 +18,17 @@ __device__ __forceinline__ void copy_async_4(uint32_t target, const void* source
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
 }
 
+// As copy_async_16, of what is read once: it leaves the L2 cache before anything else does.
+__device__ __forceinline__ uint64_t read_once_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void copy_async_16_once(uint32_t target, const void* source, int bytes, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(target), "l"(source), "r"(bytes), "l"(policy)
+               : "memory");
+}
+
 // Adds 1 to a word in global memory and returns what it was. What the block had stored before its threads met is seen by the block
 // of whoever reads the new value in the same way, after its threads have met.
 __device__ __forceinline__ int count_on_device(int* word) {
