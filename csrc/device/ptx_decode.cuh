@@ -18,6 +18,9 @@ __device__ __forceinline__ void copy_async_4(uint32_t target, const void* source
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
 }
 
+// Waits for every copy that this thread has started.
+__device__ __forceinline__ void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // As copy_async_16, of what is read once: it leaves the L2 cache before anything else does.
 __device__ __forceinline__ uint64_t read_once_policy() {
   uint64_t policy;

@@ -37,29 +37,28 @@ __device__ __forceinline__ void load_tiles(const Job& job, const SharedMemory<kH
   });
 }
 
-// The query rows of a unit, with their bias, as rows of shared memory: `rows` of them, of which `count` exist. The others, and
-// columns past the head size, are zeros.
+// Starts copying the query rows of a unit, with their bias, to rows of shared memory: `rows` of them, of which `count` exist. The others,
+// and columns past the head size, are zeros.
 template <class Element, int kHeadSize>
-__device__ __forceinline__ void stage_queries(const Problem& problem, const Unit& unit, int first_row, int count, int rows,
-                                              uint32_t target) {
+__device__ __forceinline__ void copy_queries(const Problem& problem, const Unit& unit, int first_row, int count, int rows,
+                                             uint32_t target) {
   constexpr int kPieces = kHeadSize / 8;
   const int q_len = static_cast<int>(problem.q_len), group = static_cast<int>(problem.q_heads / problem.kv_heads);
-#pragma unroll 8
-  for (int index = lane_index(); index < count * kPieces; index += 32) {
+#pragma unroll 4
+  for (int index = lane_index(); index < rows * kPieces; index += 32) {
     const int row = index / kPieces, piece = index % kPieces;
-    uint4 elements = make_uint4(0, 0, 0, 0);
-    if (piece * 8 < problem.head_size) {
-      const int head_in_group = (first_row + row) / q_len, query = (first_row + row) - head_in_group * q_len;
-      const int64_t head = int64_t{unit.kv_head} * group + head_in_group;
-      const Element* source = static_cast<const Element*>(problem.q.data) + unit.batch * problem.q.batch_stride +
-                              head * problem.q.head_stride + query * problem.q.row_stride + piece * 8;
-      elements = *reinterpret_cast<const uint4*>(source);
-      if (problem.q_bias) elements = add_bias(elements, static_cast<const Element*>(problem.q_bias) + head * problem.head_size + piece * 8);
+    const bool exists = row < count && piece * 8 < problem.head_size;
+    const int group_row = first_row + (exists ? row : 0), head_in_group = q_len == 1 ? group_row : group_row / q_len;
+    const int64_t head = int64_t{unit.kv_head} * group + head_in_group;
+    const Element* source = static_cast<const Element*>(problem.q.data) + unit.batch * problem.q.batch_stride +
+                            head * problem.q.head_stride + (group_row - head_in_group * q_len) * problem.q.row_stride + piece * 8;
+    const uint32_t place = target + swizzled(row, piece, rows * 128);
+    if (exists && problem.q_bias) {
+      const Element* bias = static_cast<const Element*>(problem.q_bias) + head * problem.head_size + piece * 8;
+      device::store_shared_16(place, add_bias(*reinterpret_cast<const uint4*>(source), bias));
+    } else {
+      device::copy_async_16(place, source, exists ? 16 : 0);
     }
-    device::store_shared_16(target + swizzled(row, piece, rows * 128), elements);
-  }
-  for (int index = count * kPieces + lane_index(); index < rows * kPieces; index += 32) {
-    device::store_shared_16(target + swizzled(index / kPieces, index % kPieces, rows * 128), make_uint4(0, 0, 0, 0));
   }
 }
 
@@ -83,6 +82,10 @@ __device__ __forceinline__ void prepare_units(const Job& job, const SharedMemory
     PreparedUnit& prepared = control.prepared[place.index()];
     const int rows = job.cut.block_rows(), first_row = unit.row_block * rows;
     place.wait_empty(control.units);
+    // Before anything else: the queries queue behind all that the loaders have asked for by then, and the computing warps wait for them.
+    device::wait_for_previous_kernel();
+    copy_queries<Element, kHeadSize>(job.problem, unit, first_row, min(rows, job.cut.rows - first_row), rows,
+                                     shared.staged_queries(place.index()));
     int whole_begin = unit.begin, whole_end = unit.end;
     for (int row = lane_index(); row < rows; row += 32) {
       RowMask& mask = prepared.rows[row];
@@ -101,9 +104,7 @@ __device__ __forceinline__ void prepare_units(const Job& job, const SharedMemory
       prepared.unit = unit;
       prepared.whole = {whole_begin, whole_end};
     }
-    device::wait_for_previous_kernel();
-    stage_queries<Element, kHeadSize>(job.problem, unit, first_row, min(rows, job.cut.rows - first_row), rows,
-                                      shared.staged_queries(place.index()));
+    device::copy_async_wait_all();
     arrive_as_warp(control.units.full[place.index()]);
     if (job.problem.append.active && unit.is_first) {
       const NewRows new_rows(job.problem, unit.batch);
