@@ -11,6 +11,7 @@ struct Unit {
   int chunk;         // counted from key 0
   int ordinal;       // counted from the first chunk of the batch entry
   int entry_chunks;  // of its batch entry: a unit that is the only one writes the final result
+  bool ends_share;   // of what the block began with, or was dealt
   bool is_first;     // among the units of its (batch entry, kv head): this one stores appended rows
   int begin, end;    // visible keys of the chunk
 
@@ -68,19 +69,20 @@ __host__ __device__ inline bool is_counted(const Problem& problem) {
   return problem.mask.lengths.data != nullptr && problem.batch <= kMaxScannedBatch;
 }
 
-// The units of one block: its share of the list of chunks.
+// The units of one block: its share of the list of chunks, then what it is dealt.
 struct UnitWalk {
   int begin, end, index;  // of the list
-  int quota;
+  int total;
+  int quota, grain;
   int heads;  // kv heads times row blocks
   int batch;
   int uniform_chunks;  // of every entry; 0: the table knows
 
-  __device__ __forceinline__ void start(const Problem& problem, const Partition& cut, const UnitTable& table, int known_quota) {
+  __device__ __forceinline__ void start(const Problem& problem, const Partition& cut, const UnitTable& table, const Dealing& known) {
     heads = static_cast<int>(problem.kv_heads) * cut.row_blocks;
     batch = 0;
     uniform_chunks = 0;
-    int total, longest;
+    int longest;
     if (is_counted(problem)) {
       total = table.first_unit[problem.batch];
       longest = table.longest_line;
@@ -88,9 +90,21 @@ struct UnitWalk {
       longest = uniform_chunks = problem.mask.lengths.data ? cut.chunks : entry_keys(problem, cut.chunk_shift, 0).chunks;
       total = static_cast<int>(problem.batch) * heads * uniform_chunks;
     }
-    quota = known_quota > 0 ? known_quota : choose_quota(total, longest, gridDim.x);
+    quota = known.quota > 0 ? known.quota : choose_quota(total, longest, gridDim.x);
+    grain = known.grain;
     begin = index = min(total, static_cast<int>(blockIdx.x) * quota);
     end = min(total, begin + quota);
+  }
+
+  // What ticket number `ticket` is for. False when nothing is left.
+  __device__ __forceinline__ bool start_dealt(int ticket) {
+    begin = index = static_cast<int>(gridDim.x) * quota + ticket * grain;
+    end = min(total, begin + grain);
+    return begin < total;
+  }
+  // The last that is taken: every block takes one in vain.
+  __device__ __forceinline__ int last_ticket() const {
+    return (total - static_cast<int>(gridDim.x) * quota + grain - 1) / grain + static_cast<int>(gridDim.x) - 1;
   }
 
   // False when there is none left.
@@ -119,6 +133,7 @@ struct UnitWalk {
       unit.is_first = chunk == 0 && unit.row_block == 0;
       unit.begin = max(keys.begin, unit.chunk << cut.chunk_shift);
       unit.end = min(keys.end, (unit.chunk + 1) << cut.chunk_shift);
+      unit.ends_share = index + 1 == end;
       unit.run_begin = max(0, begin - line_begin);
       unit.run_end = min(keys.chunks, end - line_begin);
       unit.first_block = line_begin / quota;

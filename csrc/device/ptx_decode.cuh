@@ -28,7 +28,8 @@ __device__ __forceinline__ uint64_t read_once_policy() {
   return policy;
 }
 __device__ __forceinline__ void copy_async_16_once(uint32_t target, const void* source, int bytes, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(target), "l"(source), "r"(bytes), "l"(policy)
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(target), "l"(source), "r"(bytes),
+               "l"(policy)
                : "memory");
 }
 
@@ -37,6 +38,13 @@ __device__ __forceinline__ void copy_async_16_once(uint32_t target, const void* 
 __device__ __forceinline__ int count_on_device(int* word) {
   int before;
   asm volatile("fence.acq_rel.gpu; atom.relaxed.gpu.global.add.u32 %0, [%1], 1; fence.acq_rel.gpu;" : "=r"(before) : "l"(word) : "memory");
+  return before;
+}
+
+// The same for a number that says nothing about what else is stored.
+__device__ __forceinline__ int take_on_device(int* word) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(word) : "memory");
   return before;
 }
 

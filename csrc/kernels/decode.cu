@@ -32,7 +32,8 @@ cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
   return entry->second;
 }
 
-// How many blocks have stored their parts of each line that several share. They are 0 between launches: whoever counts last resets them.
+// How many blocks have stored their parts of each line that several share, or the tickets for lines that are dealt out. They are 0
+// between launches: whoever counts last resets them.
 // Launches that may run at the same time have counts of their own: one set for each stream, and one for each launch that is
 // captured into a graph, which may be replayed anywhere; like the workspace, it belongs to that launch of that graph.
 constexpr int kPartCounts = 1 << 19;
@@ -41,7 +42,7 @@ __device__ int part_counts[kPartCounts];
 class CountPool {
  public:
   // Null when all are taken.
-  cudaError_t take(int64_t blocks, cudaStream_t stream, int** counts) {
+  cudaError_t take(int64_t wanted, cudaStream_t stream, int** counts) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
     int device = 0;
@@ -56,8 +57,8 @@ class CountPool {
       if (error != cudaSuccess) return error;
     }
     Range captured, &range = capture == cudaStreamCaptureStatusNone ? memory.of_streams[id] : captured;
-    if (range.size < blocks) {
-      const int64_t size = (blocks + kUnit - 1) / kUnit * kUnit;
+    if (range.size < wanted) {
+      const int64_t size = (wanted + kUnit - 1) / kUnit * kUnit;
       if (memory.taken + size > kPartCounts) return cudaSuccess;
       range = {memory.taken, size};
       memory.taken += size;
@@ -100,21 +101,25 @@ cudaError_t launch_kernel(const void* kernel, int64_t blocks, int threads, int64
 
 cudaError_t launch(const Problem& problem, const Tuning& tuning, const Device& device, void* workspace, cudaStream_t stream) {
   const Partition cut = partition(problem, tuning);
-  const Shares shares = share_out(problem, cut, tuning);
-  const bool adds_up = may_add_up(cut.rows, compiled_head_size(problem));
-  Job job{problem, ScoreRule(problem), cut, shares.quota, adds_up, mask_layout(problem, cut), tuning.stages, copies_past(problem), {}};
-  const int64_t rows = problem.batch * problem.q_heads * problem.q_len;
-  job.partials.outputs = static_cast<float4*>(workspace);
-  job.partials.stats = reinterpret_cast<float2*>(job.partials.outputs + rows * job.cut.chunks * (problem.v_head_size / 4));
-
   const void* kernel = find_kernel(problem, cut);
   cudaError_t error = allow_shared_memory(kernel, device);
   if (error != cudaSuccess) return error;
+
+  Shares shares = share_out(problem, cut, tuning);
+  const bool adds_up = may_add_up(cut.rows, compiled_head_size(problem)), deals = shares.dealing.grain > 0;
   // Blocks that do not add up would have parts of several lines to count where they take several chunks.
-  if (shares.makes_parts && (adds_up || shares.chunks <= shares.blocks)) {
+  const bool counts_parts = shares.makes_parts && (adds_up || shares.chunks <= shares.blocks);
+  int* counts = nullptr;
+  if (counts_parts || deals) {
     static CountPool pool;
-    if (error = pool.take(shares.blocks, stream, &job.part_counts); error != cudaSuccess) return error;
+    if (error = pool.take(deals ? 1 : shares.blocks, stream, &counts); error != cudaSuccess) return error;
+    if (deals && !counts) shares = share_out(problem, cut, tuning, false);
   }
+  Job job{problem, ScoreRule(problem), cut, shares.dealing, adds_up, mask_layout(problem, cut), tuning.stages, copies_past(problem), {}};
+  const int64_t rows = problem.batch * problem.q_heads * problem.q_len;
+  job.partials.outputs = static_cast<float4*>(workspace);
+  job.partials.stats = reinterpret_cast<float2*>(job.partials.outputs + rows * job.cut.chunks * (problem.v_head_size / 4));
+  (deals ? job.tickets : job.part_counts) = counts;
   if (shares.makes_parts && !job.part_counts) job.adds_up = false;  // the combine kernel knows chunks only
   void* arguments[] = {&job};
   error = launch_kernel(kernel, shares.blocks, kBlockThreads, shared_bytes(problem, tuning), arguments, device, stream);

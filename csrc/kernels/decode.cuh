@@ -82,6 +82,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1) decode_kernel(const __grid_c
       control.units.init(i, 1, kComputingWarps);
       device::barrier_init(shared_address(&control.written[i]), 1);
     }
+    const int ticket_readers = loaders(job.copies_past);  // one fewer, and the preparer
+    for (int i = 0; i < kDealtSlots; ++i) control.dealing.init(i, 1, ticket_readers);
   }
   // Nothing in global memory may be touched before the kernel before this one has ended. Without lengths that is only when
   // the first unit has been found.

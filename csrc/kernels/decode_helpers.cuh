@@ -16,8 +16,10 @@ __device__ __forceinline__ void load_tiles(const Job& job, const SharedMemory<kH
   const auto keys = KeyRows<Element>::keys(job.problem, job.copies_past), values = KeyRows<Element>::values(job.problem, job.copies_past);
   const LanePiece<kHeadSize> lane;
   RingPlace place;
-  for_each_unit(job, shared.control->table, [&](const Unit& unit) {
+  Dealer dealer(job, *shared.control, share.loader == 0);
+  for_each_unit(job, shared.control->table, dealer, [&](const Unit& unit) {
     device::wait_for_previous_kernel();
+    if (unit.ends_share) dealer.take_ahead();
     const int first_row = unit.row_block * job.cut.block_rows();
     const NewRows new_rows(job.problem, unit.batch);
     const LaneSource<Element> key_source(keys, unit, lane), value_source(values, unit, lane);
@@ -78,7 +80,8 @@ template <class Element, int kHeadSize>
 __device__ __forceinline__ void prepare_units(const Job& job, const SharedMemory<kHeadSize>& shared) {
   Control& control = *shared.control;
   RingPlace place;
-  for_each_unit(job, control.table, [&](const Unit& unit) {
+  Dealer dealer(job, control, false);
+  for_each_unit(job, control.table, dealer, [&](const Unit& unit) {
     PreparedUnit& prepared = control.prepared[place.index()];
     const int rows = job.cut.block_rows(), first_row = unit.row_block * rows;
     place.wait_empty(control.units);

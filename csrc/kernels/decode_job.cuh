@@ -10,13 +10,14 @@ struct Job {
   Problem problem;
   ScoreRule rule;
   Partition cut;
-  int quota = 0;         // chunks of a block; 0: the device chooses it
+  Dealing dealing;
   bool adds_up = false;  // blocks add up the chunks that they have of a line
   MaskLayout masks;
   int stages = 0;
   bool copies_past = false;
   Partials partials;
   int* part_counts = nullptr;  // of each line, by its first block; 0 between launches. Null: the combine kernel adds up
+  int* tickets = nullptr;      // where lines are dealt out: how many blocks have asked for one; 0 between launches
 };
 
 // Warps of a block: first the eight that compute, then the helpers: one that prepares units, one that stores past rows where
@@ -33,6 +34,8 @@ struct PreparedUnit {
   RowMask rows[kMaxBlockRows];
 };
 
+inline constexpr int kDealtSlots = 2;
+
 struct Control {
   Handover<kMaxStages> ring;
   Handover<kUnitSlots> units;
@@ -40,6 +43,8 @@ struct Control {
   float2 stats[kComputingWarps][16];  // what a warp's rows are scaled to, and their sums
   PreparedUnit prepared[kUnitSlots];
   UnitTable table;
+  Handover<kDealtSlots> dealing;  // tickets from the first loader to the others and the preparer
+  int tickets[kDealtSlots];
   Unit shared_lines[2];  // the last unit in each line of which the block has a part: only its first and last can be such
   int shared_line_count;
   int blocks_before[2];  // that had stored their parts of these
@@ -73,13 +78,56 @@ __device__ __forceinline__ int first_tile(const Unit& unit) {
   return unit.begin / Stage<kHeadSize>::kKeys * Stage<kHeadSize>::kKeys;
 }
 
+// A warp's view of what is dealt out. The first loader takes the tickets, one ahead, since the answer queues behind the tiles that are on
+// their way, and shows them to the others.
+class Dealer {
+ public:
+  __device__ __forceinline__ Dealer(const Job& job, Control& control, bool takes_tickets)
+      : tickets_(job.tickets), control_(control), takes_tickets_(takes_tickets) {}
+
+  // When the kernel before has ended.
+  __device__ __forceinline__ void take_ahead() {
+    if (takes_tickets_ && tickets_ && lane_index() == 0) ticket_ = device::take_on_device(tickets_);
+  }
+  // What the block is dealt next, after a unit with which its share ended. False when there is nothing.
+  __device__ __forceinline__ bool start_next(UnitWalk& walk) {
+    if (!tickets_) return false;
+    const int slot = place_.index();
+    int ticket = 0;
+    if (takes_tickets_) {
+      ticket = __shfl_sync(~0u, ticket_, 0);
+      place_.wait_empty(control_.dealing);
+      if (lane_index() == 0) {
+        control_.tickets[slot] = ticket;
+        if (ticket == walk.last_ticket()) *tickets_ = 0;
+      }
+      arrive_as_warp(control_.dealing.full[slot]);
+    } else {
+      place_.wait_full(control_.dealing);
+      ticket = control_.tickets[slot];
+      arrive_as_warp(control_.dealing.empty[slot]);
+    }
+    place_.advance(kDealtSlots);
+    return walk.start_dealt(ticket);
+  }
+
+ private:
+  int* tickets_;
+  Control& control_;
+  bool takes_tickets_;
+  int ticket_ = 0;
+  RingPlace place_;
+};
+
 // Calls body(unit) for each unit of the block, in order.
 template <class Body>
-__device__ __forceinline__ void for_each_unit(const Job& job, const UnitTable& table, Body&& body) {
+__device__ __forceinline__ void for_each_unit(const Job& job, const UnitTable& table, Dealer& dealer, Body&& body) {
   UnitWalk walk;
   Unit unit;
-  walk.start(job.problem, job.cut, table, job.quota);
-  while (walk.next(job.problem, job.cut, table, unit)) body(unit);
+  walk.start(job.problem, job.cut, table, job.dealing);
+  do {
+    while (walk.next(job.problem, job.cut, table, unit)) body(unit);
+  } while (dealer.start_next(walk));
 }
 
 }  // namespace onnx_attn::decode

@@ -89,7 +89,7 @@ Partition partition(const Problem& problem, const Tuning& tuning) {
   return cut;
 }
 
-Shares share_out(const Problem& problem, const Partition& cut, const Tuning& tuning) {
+Shares share_out(const Problem& problem, const Partition& cut, const Tuning& tuning, bool may_deal) {
   const bool has_lengths = problem.mask.lengths.data != nullptr;
   const int line = has_lengths ? cut.chunks : entry_keys(problem, cut.chunk_shift, 0).chunks;
   Shares shares;
@@ -97,10 +97,10 @@ Shares share_out(const Problem& problem, const Partition& cut, const Tuning& tun
   if (has_lengths) {
     shares.blocks = static_cast<int>(shares.chunks < tuning.blocks ? shares.chunks : tuning.blocks);
   } else {
-    shares.quota = choose_quota(static_cast<int>(shares.chunks), line, tuning.blocks);
-    shares.blocks = static_cast<int>(ceil_div(shares.chunks, shares.quota));
+    shares.dealing = choose_dealing(static_cast<int>(shares.chunks), line, tuning.blocks, may_deal);
+    shares.blocks = static_cast<int>(shares.dealing.grain > 0 ? tuning.blocks : ceil_div(shares.chunks, shares.dealing.quota));
   }
-  const bool takes_whole_lines = shares.quota % line == 0 && shares.quota > 0;
+  const bool takes_whole_lines = shares.dealing.quota % line == 0 && shares.dealing.quota > 0;
   shares.makes_parts = cut.chunks > 1 && !(takes_whole_lines && may_add_up(cut.rows, compiled_head_size(problem)));
   return shares;
 }
