@@ -9,7 +9,6 @@ benchmarks/results/. Needs torch and a built torch_onnx_attn; the plots beside t
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -33,13 +32,11 @@ def made() -> dict[Path, str]:
     texts = {ROOT / "docs" / "support.md": support.page()}
     for name, (title, rows, keys, feature) in pictures.PICTURES.items():
         texts[ROOT / "docs" / "images" / f"{name}.svg"] = pictures.picture(title, rows, keys, feature)
-    found = sorted((ROOT / "benchmarks" / "results").glob("nvidia-*-[0-9][0-9].json"))  # named by date
-    if found:
-        path = found[-1]
-        result = json.loads(path.read_text())
-        texts[ROOT / "docs" / "speed.md"] = speed.page(path, result)
+    runs = speed.newest_runs(list((ROOT / "benchmarks" / "results").glob("nvidia-*-[0-9][0-9].json")))
+    if runs:
+        texts[ROOT / "docs" / "speed.md"] = speed.page(runs)
         readme = ROOT / "README.md"
-        texts[readme] = between(readme.read_text(), "speed", speed.readme_table(path, result))
+        texts[readme] = between(readme.read_text(), "speed", speed.readme_table(runs))
     return texts
 
 

@@ -1,11 +1,13 @@
-"""docs/speed.md and the table in README.md, from a result file of benchmarks/bench.py."""
+"""docs/speed.md and the table in README.md, from the newest result files of benchmarks/bench.py."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shapes import LINES, Line
+from benchmarks.shapes import GROUPS, LINES, Line
 
 from . import MADE
 
@@ -80,37 +82,76 @@ def row(record: dict[str, Any]) -> str:
 HEAD = ["| line | batch, heads, rows, head size | ours | best peer of the run | ratio | of the ceiling |", "|---|---|---|---|---|---|"]
 
 
-def peers(result: dict[str, Any], measured: bool) -> dict[str, str]:
-    """The peers that the run has figures of, or those that it has none of: name, the same for all back ends, and what it stands for."""
-    names = {name for record in result["lines"] for name, value in record["peers"].items() if value is not None}
-    listed = {name for record in result["lines"] for name in record["peers"] if (name in names) == measured}
+@dataclass(frozen=True)
+class Run:
+    """A result file, and the groups of lines that the documentation takes from it: those that no newer file has."""
+
+    path: Path
+    result: dict[str, Any]
+    groups: tuple[str, ...]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [record for record in self.result["lines"] if record["group"] in self.groups]
+
+
+def newest_runs(paths: list[Path]) -> list[Run]:
+    """Newest first, by the date in the name."""
+    taken: set[str] = set()
+    runs = []
+    for path in sorted(paths, reverse=True):
+        result = json.loads(path.read_text())
+        groups = tuple(dict.fromkeys(record["group"] for record in result["lines"] if record["group"] not in taken))
+        taken.update(groups)
+        if groups:
+            runs.append(Run(path, result, groups))
+    return runs
+
+
+def peers(runs: list[Run], measured: bool) -> dict[str, str]:
+    """The peers that the runs have figures of, or have none of: name, the same for all back ends, and what it stands for."""
+    records = [record for run in runs for record in run.records]
+    names = {name for record in records for name, value in record["peers"].items() if value is not None}
+    listed = {name for record in records for name in record["peers"] if (name in names) == measured}
     return {first: meaning for first, meaning in PEERS.items() if any(name.split("_")[0] == first for name in listed)}
 
 
-def source(path: Path, result: dict[str, Any]) -> str:
-    absent = ", ".join(peers(result, measured=False).values())
+def origin(run: Run, is_only: bool) -> str:
+    result = run.result
+    groups = "" if is_only else f"{', '.join(run.groups)}: "
     return (
-        f"{result['gpu']}, driver {result['driver']}, torch {result['torch']}, CUDA {result['cuda']}, {result['date']}, commit "
-        f"{result['commit']}.\nEvery peer was timed by the same method in the same run and checked against float64 first. Ratio: above 1 "
-        f"we are faster; bold: we are not.\nNot compared: FlashAttention 3, "
-        f"which the benchmark has no peer for{f'; not installed there: {absent}' if absent else ''}.\n"
-        f"`sdpa_*` is torch's SDPA on that back end. `@chained`: replays of a CUDA graph of many calls. The whole output, lost lines "
-        f"included:\n`benchmarks/results/{path.name}`, made by `python benchmarks/bench.py{' --quick' if result['quick'] else ''}`.\n"
+        f"{groups}{result['gpu']}, driver {result['driver']}, torch {result['torch']}, CUDA {result['cuda']}, {result['date']}, commit "
+        f"{result['commit']},\n`benchmarks/results/{run.path.name}`, made by `python benchmarks/bench.py"
+        f"{' --quick' if result['quick'] else ''}`.\n"
     )
 
 
-def readme_table(path: Path, result: dict[str, Any]) -> str:
-    records = {record["name"]: record for record in result["lines"]}
-    return "\n".join([source(path, result), *HEAD, *(row(records[name]) for name in README_LINES if name in records)]) + "\n"
+def source(runs: list[Run]) -> str:
+    absent = ", ".join(peers(runs, measured=False).values())
+    return (
+        "\n".join(origin(run, len(runs) == 1) for run in runs) + f"\nEvery peer was timed by the same method in the same run and checked "
+        f"against float64 first. Ratio: above 1 we are faster; bold: we are not.\nNot compared: FlashAttention 3, "
+        f"which the benchmark has no peer for{f'; not installed there: {absent}' if absent else ''}.\n"
+        f"`sdpa_*` is torch's SDPA on that back end. `@chained`: replays of a CUDA graph of many calls. The result files have every line, "
+        f"lost ones included.\n"
+    )
 
 
-def page(path: Path, result: dict[str, Any]) -> str:
-    ceilings = ", ".join(f"{name} {figure(value)}" for name, value in result["ceilings"].items())
-    lines = ["# Speed", MADE + "\n", source(path, result), f"Ceilings measured in the same run: {ceilings}.", LEGEND]
-    lines += [f"| `{name}` | {meaning} |" for name, meaning in peers(result, measured=True).items()]
-    for group in dict.fromkeys(record["group"] for record in result["lines"]):
-        lines += [f"\n## {group}\n", *HEAD, *(row(record) for record in result["lines"] if record["group"] == group)]
-        image = path.with_name(f"{path.stem}-{group}.png")
-        if image.exists():
-            lines.append(f"\n![{group}](results/{image.name})")
+def readme_table(runs: list[Run]) -> str:
+    records = {record["name"]: record for run in runs for record in run.records}
+    return "\n".join([source(runs), *HEAD, *(row(records[name]) for name in README_LINES if name in records)]) + "\n"
+
+
+def page(runs: list[Run]) -> str:
+    lines = ["# Speed", MADE + "\n", source(runs), LEGEND.strip("\n")]
+    lines += [f"| `{name}` | {meaning} |" for name, meaning in peers(runs, measured=True).items()]
+    for group in GROUPS:
+        for run in (run for run in runs if group in run.groups):
+            ceilings = ", ".join(f"{name} {figure(value)}" for name, value in run.result["ceilings"].items())
+            records = [record for record in run.records if record["group"] == group]
+            lines += [f"\n## {group}\n", f"{run.result['date']}, commit {run.result['commit']}. Ceilings of the run: {ceilings}.\n"]
+            lines += [*HEAD, *(row(record) for record in records)]
+            image = run.path.with_name(f"{run.path.stem}-{group}.png")
+            if image.exists():
+                lines.append(f"\n![{group}](results/{image.name})")
     return "\n".join(lines) + "\n"
