@@ -1,4 +1,4 @@
-"""The forward kernels under compute-sanitizer: memcheck and synccheck, on small shapes that reach every form of the Hopper kernel.
+"""The kernels under compute-sanitizer: memcheck and synccheck, on small shapes that reach every form of those with tensor cores.
 
     python benchmarks/sanitize.py
 
@@ -7,6 +7,8 @@ Writes benchmarks/results/<gpu>-<date>-sanitize.json (under $OUT if that is set)
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import re
@@ -14,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,33 +24,81 @@ from machine import ROOT, describe, result_path
 
 TOOLS = ("memcheck", "synccheck")
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
-HEAD_SIZES = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
-BATCH, Q_HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 4, 2, 200, 272
+BATCH, Q_HEADS, KV_HEADS = 2, 4, 2
 
 
-def calls() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Arguments of attention beside Q, K and V: one call for each form of the kernel."""
+@dataclass(frozen=True)
+class Watched:
+    """A kernel, and the shapes at which it is watched."""
 
-    def floats(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda").to(dtype)
+    kernel: str
+    q_lens: tuple[int, ...]
+    kv_len: int
+    head_sizes: tuple[tuple[int, int], ...]  # of Q and K, and of V
+    refused: tuple[str, ...] = ()  # features that it does not have
+
+
+QUERY_MASKS = ("bool mask", "bool mask, unaligned", "bias", "bias and softcap")
+WATCHED = (
+    Watched("forward_sm90", (200,), 272, ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))),
+    Watched("forward_sm80", (200,), 272, ((64, 64), (128, 128), (256, 256))),
+    Watched("forward_short", (100,), 120, ((32, 32), (64, 64), (128, 128)), (*QUERY_MASKS, "softcap")),
+    Watched("forward_short", (200,), 250, ((64, 64),), (*QUERY_MASKS, "softcap")),
+    Watched("decode", (1, 5), 5000, ((64, 64), (128, 128), (256, 256))),  # several chunks of keys, and blocks that share them
+)
+
+
+def features(watched: Watched, q_len: int, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Arguments of attention beside Q, K and V: one call for each form of the kernels."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device).to(torch.bfloat16)
 
     def bools(*shape: int) -> torch.Tensor:
-        return torch.rand(*shape, device="cuda") > 0.3
+        return torch.rand(*shape, device=device) > 0.3
 
-    rows = torch.arange(KV_LEN, device="cuda") < torch.tensor([[100], [KV_LEN]], device="cuda")
-    lengths = torch.tensor([150, KV_LEN], device="cuda")
+    kv_len = watched.kv_len
+    some = torch.tensor([[kv_len // 3], [kv_len]], device=device)
     yield "plain", {}
     yield "causal", {"is_causal": 1}
     yield "window", {"is_causal": 1, "left_window_size": 50}
-    yield "lengths", {"nonpad_kv_seqlen": lengths, "is_causal": 1}
+    yield "lengths", {"nonpad_kv_seqlen": some[:, 0], "is_causal": 1}
     yield "softcap", {"softcap": 20.0}
-    yield "bool mask", {"attn_mask": bools(BATCH, 1, Q_LEN, KV_LEN)}
-    yield "bool mask, unaligned", {"attn_mask": bools(BATCH, 1, Q_LEN, KV_LEN - 1)}
-    yield "key padding", {"attn_mask": rows[:, None, None]}
-    yield "key padding with gaps", {"attn_mask": bools(BATCH, 1, 1, KV_LEN)}
-    yield "bias", {"attn_mask": floats(1, Q_HEADS, Q_LEN, KV_LEN)}
-    yield "bias of a key row", {"attn_mask": floats(BATCH, 1, 1, KV_LEN)}
-    yield "bias and softcap", {"attn_mask": floats(Q_LEN, KV_LEN), "softcap": 20.0}
+    yield "key padding", {"attn_mask": (torch.arange(kv_len, device=device) < some)[:, None, None]}
+    yield "key padding with gaps", {"attn_mask": bools(BATCH, 1, 1, kv_len)}
+    yield "bias of a key row", {"attn_mask": random(BATCH, 1, 1, kv_len)}
+    yield "bool mask", {"attn_mask": bools(BATCH, 1, q_len, kv_len)}
+    yield "bool mask, unaligned", {"attn_mask": bools(BATCH, 1, q_len, kv_len - 1)}
+    yield "bias", {"attn_mask": random(1, Q_HEADS, q_len, kv_len)}
+    yield "bias and softcap", {"attn_mask": random(q_len, kv_len), "softcap": 20.0}
+
+
+def calls(device: str = "cuda") -> Iterator[tuple[str | None, str, functools.partial[Any]]]:
+    """(kernel to force, what it is, the call)."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device).to(torch.bfloat16)
+
+    attention = torch.ops.onnx_attn.attention
+    for watched in WATCHED:
+        for (size, v_size), q_len in itertools.product(watched.head_sizes, watched.q_lens):
+            Q = random(BATCH, Q_HEADS, q_len, size)
+            K, V = (random(BATCH, KV_HEADS, watched.kv_len, width) for width in (size, v_size))
+            for name, arguments in features(watched, q_len, device):
+                if name in watched.refused:
+                    continue
+                yield watched.kernel, f"{q_len} rows, {size}/{v_size}, {name}", functools.partial(attention, Q, K, V, **arguments)
+    for head_size in (64, 128, 256):
+        Q, K, V = random(BATCH, Q_HEADS, 1, head_size), random(BATCH, KV_HEADS, 1, head_size), random(BATCH, KV_HEADS, 1, head_size)
+        caches = [random(BATCH, KV_HEADS, 5000, head_size) for _ in "KV"]
+        lengths = torch.tensor([1700, 4999], device=device)
+        past = {"past_key": caches[0], "past_value": caches[1]}
+        yield "decode", f"{head_size}, cached", functools.partial(torch.ops.onnx_attn.attention_cached, Q, K, V, *caches, lengths)
+        yield "decode", f"{head_size}, past and present", functools.partial(attention.kv, Q, K, V, **past)
+    for head_size, mode in itertools.product((64, 128, 256), range(4)):
+        Q, K, V = random(BATCH, Q_HEADS, 300, head_size), random(BATCH, KV_HEADS, 400, head_size), random(BATCH, KV_HEADS, 400, head_size)
+        scores = functools.partial(attention.qk, Q, K, V, qk_matmul_output_mode=mode, is_causal=mode % 2)
+        yield None, f"{head_size}, scores of mode {mode}", scores
 
 
 def run_calls() -> None:
@@ -55,15 +106,11 @@ def run_calls() -> None:
     import torch_onnx_attn
 
     torch.manual_seed(0)
-    for size, v_size in HEAD_SIZES:
-        Q = torch.randn(BATCH, Q_HEADS, Q_LEN, size, device="cuda", dtype=torch.bfloat16)
-        K = torch.randn(BATCH, KV_HEADS, KV_LEN, size, device="cuda", dtype=torch.bfloat16)
-        V = torch.randn(BATCH, KV_HEADS, KV_LEN, v_size, device="cuda", dtype=torch.bfloat16)
-        for name, arguments in calls():
-            with torch_onnx_attn.kernel("forward_sm90"):
-                torch.ops.onnx_attn.attention(Q, K, V, **arguments)
-            torch.cuda.synchronize()
-            print(f"{size}/{v_size} {name}", flush=True)
+    for kernel, name, call in calls():
+        with torch_onnx_attn.kernel(kernel):
+            call()
+        torch.cuda.synchronize()
+        print(f"call: {kernel or 'scores'}, {name}", flush=True)
 
 
 def watch(tool: str) -> dict[str, Any]:
@@ -71,8 +118,8 @@ def watch(tool: str) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     summary = SUMMARY.search(done.stdout)
-    finished = sum(line[0].isdigit() for line in done.stdout.splitlines() if line)
-    result = {"errors": int(summary.group(1)) if summary else None, "calls": finished, "exit": done.returncode}
+    finished = sum(line.startswith("call: ") for line in done.stdout.splitlines())
+    result: dict[str, Any] = {"errors": int(summary.group(1)) if summary else None, "calls": finished, "exit": done.returncode}
     if result["errors"] != 0 or done.returncode:
         result["output"] = (done.stdout + done.stderr)[-4000:]
     return result

@@ -20,6 +20,7 @@ from benchmarks.inputs import count_sets, make_inputs
 from benchmarks.peers import BUILDERS
 from benchmarks.shapes import GROUPS, LINES, Line
 from benchmarks.timing import METHODS, QUICK, Effort, Timer, turn_order
+from torch_onnx_attn import H200, explain, kernel
 from torch_onnx_attn.explain import _preference
 
 BY_NAME = {line.name: line for line in LINES}
@@ -82,6 +83,19 @@ def test_a_line_may_force_a_kernel_of_ours() -> None:
         assert _preference.text == "forward_sm80"
     with pytest.raises(RuntimeError, match="kernel: is 'x'"), candidates.ours(dataclasses.replace(line, kernel="x"), []).context():
         pass
+
+
+def test_what_is_watched_by_sanitizers_takes_the_kernel_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(bench.__file__).parent))  # a script, beside its modules
+    import sanitize
+
+    kernels = set()
+    for name, what, call in sanitize.calls("cpu"):
+        with kernel(name):
+            plan = explain(call.func, *call.args, **call.keywords, machine=H200)
+        assert name in (None, plan.kernel), what
+        kernels.add(plan.kernel)
+    assert kernels == {"decode", "forward_short", "forward_sm80", "forward_sm90"}
 
 
 # The arithmetic
