@@ -1,8 +1,6 @@
 // written.cpp: the checks of written.h, with a few comparisons for each argument: they are made on every call.
 #include "written.h"
 
-#include <algorithm>
-
 namespace onnx_attn {
 
 namespace {

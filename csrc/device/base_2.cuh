@@ -1,12 +1,11 @@
 // base_2.cuh: exponentials by way of 2^x: the constants, and the softcap.
 #pragma once
 
-#include "../kernels/raw_unit.h"
+#include "../raw_unit.h"
 #include "ptx_sm80.cuh"
 
 namespace onnx_attn::device {
 
-using onnx_attn::kExactLog2e;
 inline constexpr float kLog2e = static_cast<float>(kExactLog2e);
 inline constexpr float kLn2 = 0.6931471805599453f;
 

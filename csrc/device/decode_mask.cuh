@@ -35,7 +35,6 @@ struct ScoreRule {
   bool is_plain = true;  // no softcap, no tensor mask, no padding: one question instead of five for each block of keys
 
   explicit ScoreRule(const Problem& problem) {
-    using device::kExactLog2e;
     unit = static_cast<float>(problem.softcap > 0 ? 2 * kExactLog2e * problem.scale / problem.softcap : kExactLog2e * problem.scale);
     cap = static_cast<float>(problem.softcap * kExactLog2e);
     filter = to_base_2(problem.mask.padding.filter);

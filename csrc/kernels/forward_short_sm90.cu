@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "../launch.h"
+#include "../raw_unit.h"
 #include "forward_short.cuh"
 #include "kernel_limits.h"
 #include "shared_memory_limit.h"

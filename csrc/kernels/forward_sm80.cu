@@ -1,6 +1,5 @@
 // forward_sm80.cu: entry of the portable tensor-core forward kernel: what the kernel is told, and which head size runs.
 #include <algorithm>
-#include <cmath>
 
 #include "../device/base_2.cuh"
 #include "../launch.h"
@@ -21,11 +20,11 @@ ForwardParams make_params(const Problem& problem) {
   const bool has_wide_bias =
       problem.mask.padding.kind != Padding::Kind::none || (tensor.kind == TensorMask::Kind::bias && tensor.dtype != DType::f16);
   const float unit = raw_unit(problem);
-  float bias_unit = static_cast<float>(device::kExactLog2e);
+  float bias_unit = static_cast<float>(kExactLog2e);
   if (problem.softcap != 0) {
     params.transform.form = ScoreForm::capped;
-    params.transform.cap = static_cast<float>(problem.softcap * device::kExactLog2e);
-    params.transform.cap_in = static_cast<float>(2 * device::kExactLog2e * problem.scale / problem.softcap);
+    params.transform.cap = static_cast<float>(problem.softcap * kExactLog2e);
+    params.transform.cap_in = static_cast<float>(2 * kExactLog2e * problem.scale / problem.softcap);
   } else if (has_wide_bias || !is_usual_unit(unit)) {
     params.transform.form = ScoreForm::scaled;
     params.transform.scale = unit;

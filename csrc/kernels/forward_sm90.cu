@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../device/base_2.cuh"
 #include "../launch.h"
+#include "../raw_unit.h"
 #include "forward_sm90_params.h"
 
 namespace onnx_attn::forward_sm90_kernel {
@@ -82,7 +82,7 @@ void set_cap(ScoreTransform& transform, double cap, double slope) {
   constexpr double kSmall = 0.625, kTanh[4] = {0.99999709, -0.33309232, 0.13015459, -0.04002951};
   transform.form = ScoreForm::capped;
   transform.cap = static_cast<float>(cap);
-  transform.exponent = static_cast<float>(2 * device::kExactLog2e * slope);
+  transform.exponent = static_cast<float>(2 * kExactLog2e * slope);
   double power = cap * slope;
   for (int i = 0; i < 4; ++i, power *= slope * slope) transform.odd[i] = static_cast<float>(kTanh[i] * power);
   transform.small = slope == 0 ? 0 : static_cast<float>(kSmall / std::abs(slope));
@@ -95,7 +95,7 @@ ForwardParams make_params(const Problem& problem) {
   params.mask = choose_mask_tiles(problem);
 
   ScoreTransform& transform = params.transform;
-  transform.unit = static_cast<float>(device::kExactLog2e);
+  transform.unit = static_cast<float>(kExactLog2e);
   if (problem.softcap != 0) {
     set_cap(transform, problem.softcap, problem.scale / problem.softcap);
   } else if (scores_stay_raw(problem)) {

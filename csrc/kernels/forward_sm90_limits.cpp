@@ -1,11 +1,11 @@
-// forward_sm90_limits.cpp: which problems the Hopper forward kernel can run, and why not the others.
+// forward_sm90_limits.cpp: which problems the Hopper forward kernel and its pass for scores can run, and why not the others.
 #include "forward_sm90_limits.h"
 
 #include <algorithm>
 
 #include "../launch.h"
+#include "../raw_unit.h"
 #include "kernel_limits.h"
-#include "raw_unit.h"
 
 namespace onnx_attn::forward_sm90_kernel {
 

@@ -1,7 +1,7 @@
 // raw_unit.h: scores that stay products of Q and K, with the scale in the exponent. Pure, and there without CUDA too.
 #pragma once
 
-#include "../problem.h"
+#include "problem.h"
 
 namespace onnx_attn {
 
