@@ -12,8 +12,6 @@ constexpr int64_t kMaxQueries = 16;
 constexpr int64_t kMaxHeadSize = 256;
 constexpr int64_t kLargestIndex = int64_t{1} << 30;  // positions of keys, and units of work, are 32-bit numbers on the device
 
-bool is_half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
-
 int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 StagedMask stage_mask(int rows, int keys, DType dtype) {
@@ -28,8 +26,7 @@ StagedMask stage_mask(int rows, int keys, DType dtype) {
 // Chunks hold 256 KB of keys and values, which lets one short sequence occupy the device, or 512 KB where there are more than 2 MB of
 // them for each head: every end of a chunk costs the computing warps a microsecond (one sequence of 8192 keys and 8 heads: 13.5 us
 // instead of 14.7). Up to 16 query rows, a chunk has at least 32 keys for each, so that writing and reading its partial results is
-// at most 1/16 of reading the keys. At most 128 chunks; a single one where two would do,
-// since that saves adding up. (H200, 2026-11)
+// at most 1/16 of reading the keys. At most 128 chunks; a single one where two would do, since that saves adding up. (H200, 2026-11)
 int choose_chunk_keys(const Problem& problem) {
   constexpr int64_t kMaxChunks = 128, kKeysPerRow = 32, kMaxRows = 16;
   const int64_t rows = problem.q_heads / problem.kv_heads * problem.q_len;

@@ -70,7 +70,7 @@ bool fits_tensor_map(const Tensor4& tensor, int64_t batch, int64_t heads, int64_
          fits(rows, tensor.row_stride);
 }
 
-// Of what the products of Q and K need.
+// What the products of Q and K need.
 const char* product_refusal(const Problem& problem) {
   if (problem.head_size < 8 || problem.head_size > kMaxHeadSize) return "head_size is not between 8 and 256";
   if (problem.q_len < kMinQueries) return "there are fewer than 64 queries";
@@ -83,7 +83,7 @@ const char* product_refusal(const Problem& problem) {
   return nullptr;
 }
 
-// Of scores that leave by bulk copies and without a mask.
+// What scores need that leave by bulk copies, and without a mask.
 const char* score_rows_refusal(const Problem& problem) {
   const Mask& mask = problem.mask;
   const bool shows_all = problem.score_mode == ScoreMode::raw || problem.score_mode == ScoreMode::capped;
@@ -156,7 +156,7 @@ namespace onnx_attn::forward_sm90_kernel {
 
 const char* score_pass_refusal(const Problem& problem) {
   using namespace cuda;
-  if (problem.dtype != DType::f16 && problem.dtype != DType::bf16) return "Q is neither float16 nor bfloat16";
+  if (!is_half(problem.dtype)) return kNotHalf;
   if (problem.q_bias) return "Q has a projection bias";
   if (const char* reason = product_refusal(problem)) return reason;
   return score_rows_refusal(problem);

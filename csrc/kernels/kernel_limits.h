@@ -18,6 +18,9 @@ inline bool has_aligned_rows(const Tensor4& tensor, int64_t batch, int64_t heads
          aligned(heads, tensor.head_stride) && aligned(rows, tensor.row_stride);
 }
 
+inline bool is_half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
+inline constexpr const char* kNotHalf = "Q is neither float16 nor bfloat16";
+
 // What no forward kernel does, ...
 inline const char* attention_refusal(const Problem& problem) {
   if (problem.compute != DType::f32) return "softmax in float64 was asked for";
@@ -34,7 +37,7 @@ inline const char* forward_refusal(const Problem& problem) {
 
 // ... and none for 16-bit types.
 inline const char* half_refusal(const Problem& problem) {
-  if (problem.dtype != DType::f16 && problem.dtype != DType::bf16) return "Q is neither float16 nor bfloat16";
+  if (!is_half(problem.dtype)) return kNotHalf;
   if (problem.v_dtype != problem.dtype) return "V has another type than Q";
   return nullptr;
 }
