@@ -26,7 +26,7 @@ struct ForwardParams {
   Divisor q_heads, group;  // group: query heads of a K/V head
   float scale = 1;
   float raw_unit = 1;             // binary orders in a product of Q and K
-  bool must_scale = false;        // they are none, or too many or too few for an exponent: products are multiplied first
+  bool must_scale = false;        // not a usual unit: products are multiplied by the scale first
   int columns = 0;                // keys that a tensor mask speaks of, or all
   int begin = -kFar, end = kFar;  // row i sees keys [begin + i, end + i), both further on where the offset follows the length
 };

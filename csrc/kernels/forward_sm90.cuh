@@ -1,6 +1,6 @@
 // forward_sm90.cuh: attention forward for Hopper: a warpgroup whose warps deal and load (forward_sm90_dealer.cuh,
-// forward_sm90_loader.cuh) and two or three that compute (forward_sm90_consumer.cuh).
-// A call's scores, if it wants them before the softmax, leave as they are computed (forward_sm90_score_output.cuh).
+// forward_sm90_loader.cuh) and two or three that compute (forward_sm90_consumer.cuh). A call's scores, if it wants those that enter the
+// softmax, leave as they are computed (forward_sm90_score_output.cuh).
 //
 // Key tiles go from the last to the first through rings in shared memory, so that the tiles at the ragged end and on the
 // diagonal, which need limits, come first. A thread block computes one block of query rows, or as many as it is dealt: then the

@@ -99,6 +99,11 @@ struct alignas(16) RowBlock {
   bool reads_padding;                 // ... the kept ones do not lie side by side
   bool reads_mask;                    // the tensor mask has to be looked at, score by score, ...
   bool has_mask_tiles;                // ... in tiles
+
+  __device__ __forceinline__ TileRange own_tiles(int warpgroup) const {
+    const TileRange& tiles = own[warpgroup];
+    return TileRange{uniform(tiles.begin), uniform(tiles.whole_begin), uniform(tiles.whole_end), uniform(tiles.end)};
+  }
 };
 
 // A tile of scores on its way out: the part of each warp in panels of 16 rows.

@@ -80,10 +80,7 @@ __device__ __forceinline__ void consume(SharedMemory<Shape>& shared, const Forwa
     TileRange own{0, 0, 0, 0};
     int tile = -1, tiles_begin = 0;
     if (!is_last) {
-      own.begin = uniform(block.own[warpgroup].begin);
-      own.whole_begin = uniform(block.own[warpgroup].whole_begin);
-      own.whole_end = uniform(block.own[warpgroup].whole_end);
-      own.end = uniform(block.own[warpgroup].end);
+      own = block.own_tiles(warpgroup);
       tile = uniform(block.tiles.end) - 1;
       tiles_begin = uniform(block.tiles.begin);
     }

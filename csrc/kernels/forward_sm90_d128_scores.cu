@@ -4,12 +4,11 @@
 namespace onnx_attn::forward_sm90_kernel {
 
 // 225 KB of shared memory, 32 of them for scores, with two places for Q.
-using LargeShape = TileShape<128, 128, 128, 2, false, false, true>;
-using PlainShape = LargeShape;
+using Shape = TileShape<128, 128, 128, 2, false, false, true>;
 
 template <class Element, int kSize>
 cudaError_t launch_with_scores(const ForwardParams& params, const LaunchSite& site) {
-  return launch_with_scores_by_work<Element, LargeShape, PlainShape>(params, site);
+  return launch_with_scores_by_work<Element, Shape, Shape>(params, site);
 }
 
 template cudaError_t launch_with_scores<__half, 128>(const ForwardParams&, const LaunchSite&);

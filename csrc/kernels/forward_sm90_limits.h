@@ -19,7 +19,7 @@ struct Tuning {
   bool is_batch_first = false;  // heads are numbered so that the batch entries of a query head are neighbours
 };
 
-// Scores stay products of Q and K, and the scale goes into the exponent. A scale of 0 would make NaN of excluded scores.
+// Scores stay products of Q and K, and the scale goes into the exponent; see raw_unit.h.
 bool scores_stay_raw(const Problem& problem);
 
 // Why the scores cannot be made again by score_pass_sm90.cuh once Y is there; null: they can.

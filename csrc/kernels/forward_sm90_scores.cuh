@@ -30,10 +30,9 @@ struct KeyLimits {
   }
 };
 
-// cap * tanh(score * slope). The exact form takes two of the slow functions
-// for each score; where all of a warp's scores are small, as they usually are, a polynomial is as good and faster. Scores that do
-// not count must not have a say in that, or bits would depend on what lies past the keys. With large heads products take so long
-// that the exact form costs nothing, and registers are scarce.
+// cap * tanh(score * slope). The exact form takes two of the slow functions for each score; where all of a warp's scores are small, as
+// they usually are, a polynomial is as good and faster. Scores that do not count must not have a say in that, or bits would depend on
+// what lies past the keys. With large heads products take so long that the exact form costs nothing, and registers are scarce.
 template <class Shape>
 __device__ __forceinline__ void cap_scores(Scores<Shape>& scores, const ScoreTransform& transform) {
   constexpr bool kHasPolynomial = Shape::kHeadSize + Shape::kValueSize <= 256;

@@ -2,10 +2,12 @@
 // sum, and products of keys that no row sees. The parts of the Hopper forward kernel without V.
 #pragma once
 
+#include <type_traits>
+
 #include "../device/output_weight.cuh"
-#include "forward_sm90_consumer.cuh"
 #include "forward_sm90_dealer.cuh"
 #include "forward_sm90_loader.cuh"
+#include "forward_sm90_score_output.cuh"
 
 namespace onnx_attn::forward_sm90_kernel {
 
@@ -114,11 +116,7 @@ __device__ __forceinline__ void write_scores(ScorePassMemory<Shape>& shared, con
     shared.block_ring.wait_full(round);
     const RowBlock<Shape>& block = shared.blocks[shared.block_ring.stage(round)];
     if (uniform(block.first_row) == RowBlock<Shape>::kNoRow) return wait_for_scores();
-    TileRange own;
-    own.begin = uniform(block.own[warpgroup].begin);
-    own.whole_begin = uniform(block.own[warpgroup].whole_begin);
-    own.whole_end = uniform(block.own[warpgroup].whole_end);
-    own.end = uniform(block.own[warpgroup].end);
+    const TileRange own = block.own_tiles(warpgroup);
     const int begin = uniform(block.tiles.begin), end = uniform(block.tiles.end);
     shared.query_ring.wait_full(round);
     const uint32_t queries = shared_address(shared.queries[shared.query_ring.stage(round)]) + warpgroup * kWarpgroupRows * kPanelBytes;
@@ -183,8 +181,10 @@ __device__ __forceinline__ void write_scores(ScorePassMemory<Shape>& shared, con
                                                         params.score_output.map, block, row, tile * Shape::kKeys);
     });
     __syncwarp();
-    if (lane_index() == 0) shared.block_ring.release(round);
-    if (lane_index() == 0) shared.query_ring.release(round);
+    if (lane_index() == 0) {
+      shared.block_ring.release(round);
+      shared.query_ring.release(round);
+    }
   }
 }
 
