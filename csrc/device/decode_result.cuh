@@ -105,8 +105,8 @@ struct Partials {
   }
 };
 
-// The result of a row is that of its chunks added up in eights, and then the eights. The combine kernel can read the eights side by
-// side, and blocks that have several chunks of a line come to the same bits.
+// A row's chunks as one block adds them up: in eights, so that the combine kernel, which reads the eights side by side, and blocks that
+// share a line come to the same bits.
 template <bool kIsNeeded>
 struct RowSum {
   Partial row, eight;

@@ -11,7 +11,7 @@ struct Unit {
   int chunk;         // counted from key 0
   int ordinal;       // counted from the first chunk of the batch entry
   int entry_chunks;  // of its batch entry: a unit that is the only one writes the final result
-  bool ends_share;   // of what the block began with, or was dealt
+  bool ends_share;   // the last one of what the block began with, or was dealt
   bool is_first;     // among the units of its (batch entry, kv head): this one stores appended rows
   int begin, end;    // visible keys of the chunk
 
@@ -78,7 +78,7 @@ struct UnitWalk {
   int batch;
   int uniform_chunks;  // of every entry; 0: the table knows
 
-  __device__ __forceinline__ void start(const Problem& problem, const Partition& cut, const UnitTable& table, const Dealing& known) {
+  __device__ __forceinline__ void start(const Problem& problem, const Partition& cut, const UnitTable& table, const Dealing& dealing) {
     heads = static_cast<int>(problem.kv_heads) * cut.row_blocks;
     batch = 0;
     uniform_chunks = 0;
@@ -90,8 +90,8 @@ struct UnitWalk {
       longest = uniform_chunks = problem.mask.lengths.data ? cut.chunks : entry_keys(problem, cut.chunk_shift, 0).chunks;
       total = static_cast<int>(problem.batch) * heads * uniform_chunks;
     }
-    quota = known.quota > 0 ? known.quota : choose_quota(total, longest, gridDim.x);
-    grain = known.grain;
+    quota = dealing.quota > 0 ? dealing.quota : choose_quota(total, longest, gridDim.x);
+    grain = dealing.grain;
     begin = index = min(total, static_cast<int>(blockIdx.x) * quota);
     end = min(total, begin + quota);
   }

@@ -21,12 +21,13 @@ __device__ __forceinline__ void copy_async_4(uint32_t target, const void* source
 // Waits for every copy that this thread has started.
 __device__ __forceinline__ void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// As copy_async_16, of what is read once: it leaves the L2 cache before anything else does.
+// What is read once leaves the L2 cache before anything else does.
 __device__ __forceinline__ uint64_t read_once_policy() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+// As copy_async_16, under that policy.
 __device__ __forceinline__ void copy_async_16_once(uint32_t target, const void* source, int bytes, uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(target), "l"(source), "r"(bytes),
                "l"(policy)

@@ -1,4 +1,4 @@
-// combine.cuh: adds up what the units of the decode kernel found for the same query row. One block for each row.
+// combine.cuh: adds up what the units of the decode kernel found for the same query row, where its blocks do not. One block for each row.
 #pragma once
 
 #include "decode_job.cuh"

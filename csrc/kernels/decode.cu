@@ -32,17 +32,17 @@ cudaError_t allow_shared_memory(const void* kernel, const Device& device) {
   return entry->second;
 }
 
-// How many blocks have stored their parts of each line that several share, or the tickets for lines that are dealt out. They are 0
-// between launches: whoever counts last resets them.
+// What blocks count together: those that have stored their parts of a line, or the tickets for lines that are dealt out. 0 between
+// launches: whoever counts last resets them.
 // Launches that may run at the same time have counts of their own: one set for each stream, and one for each launch that is
 // captured into a graph, which may be replayed anywhere; like the workspace, it belongs to that launch of that graph.
-constexpr int kPartCounts = 1 << 19;
-__device__ int part_counts[kPartCounts];
+constexpr int kCounters = 1 << 19;
+__device__ int counters[kCounters];
 
-class CountPool {
+class CounterPool {
  public:
   // Null when all are taken.
-  cudaError_t take(int64_t wanted, cudaStream_t stream, int** counts) {
+  cudaError_t take(int64_t wanted, cudaStream_t stream, int** taken) {
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
     int device = 0;
@@ -52,18 +52,18 @@ class CountPool {
     if (error != cudaSuccess) return error;
     const std::lock_guard<std::mutex> lock(mutex_);
     Memory& memory = devices_[device];
-    if (!memory.counts) {
-      error = cudaGetSymbolAddress(reinterpret_cast<void**>(&memory.counts), part_counts);
+    if (!memory.counters) {
+      error = cudaGetSymbolAddress(reinterpret_cast<void**>(&memory.counters), counters);
       if (error != cudaSuccess) return error;
     }
     Range captured, &range = capture == cudaStreamCaptureStatusNone ? memory.of_streams[id] : captured;
     if (range.size < wanted) {
       const int64_t size = (wanted + kUnit - 1) / kUnit * kUnit;
-      if (memory.taken + size > kPartCounts) return cudaSuccess;
+      if (memory.taken + size > kCounters) return cudaSuccess;
       range = {memory.taken, size};
       memory.taken += size;
     }
-    *counts = memory.counts + range.first;
+    *taken = memory.counters + range.first;
     return cudaSuccess;
   }
 
@@ -73,7 +73,7 @@ class CountPool {
     int64_t first = 0, size = 0;
   };
   struct Memory {
-    int* counts = nullptr;
+    int* counters = nullptr;
     int64_t taken = 0;
     std::map<unsigned long long, Range> of_streams;
   };
@@ -97,8 +97,7 @@ cudaError_t launch_kernel(const void* kernel, int64_t blocks, int threads, int64
   return cudaLaunchKernelExC(&config, kernel, arguments);
 }
 
-}  // namespace
-
+// Runs the decode kernel, and the combine kernel where lines have parts that no block adds up.
 cudaError_t launch(const Problem& problem, const Tuning& tuning, const Device& device, void* workspace, cudaStream_t stream) {
   const Partition cut = partition(problem, tuning);
   const void* kernel = find_kernel(problem, cut);
@@ -109,17 +108,17 @@ cudaError_t launch(const Problem& problem, const Tuning& tuning, const Device& d
   const bool adds_up = may_add_up(cut.rows, compiled_head_size(problem)), deals = shares.dealing.grain > 0;
   // Blocks that do not add up would have parts of several lines to count where they take several chunks.
   const bool counts_parts = shares.makes_parts && (adds_up || shares.chunks <= shares.blocks);
-  int* counts = nullptr;
+  int* counters = nullptr;
   if (counts_parts || deals) {
-    static CountPool pool;
-    if (error = pool.take(deals ? 1 : shares.blocks, stream, &counts); error != cudaSuccess) return error;
-    if (deals && !counts) shares = share_out(problem, cut, tuning, false);
+    static CounterPool pool;
+    if (error = pool.take(deals ? 1 : shares.blocks, stream, &counters); error != cudaSuccess) return error;
+    if (deals && !counters) shares = share_out(problem, cut, tuning, false);
   }
   Job job{problem, ScoreRule(problem), cut, shares.dealing, adds_up, mask_layout(problem, cut), tuning.stages, copies_past(problem), {}};
   const int64_t rows = problem.batch * problem.q_heads * problem.q_len;
   job.partials.outputs = static_cast<float4*>(workspace);
   job.partials.stats = reinterpret_cast<float2*>(job.partials.outputs + rows * job.cut.chunks * (problem.v_head_size / 4));
-  (deals ? job.tickets : job.part_counts) = counts;
+  (deals ? job.tickets : job.part_counts) = counters;
   if (shares.makes_parts && !job.part_counts) job.adds_up = false;  // the combine kernel knows chunks only
   void* arguments[] = {&job};
   error = launch_kernel(kernel, shares.blocks, kBlockThreads, shared_bytes(problem, tuning), arguments, device, stream);
@@ -130,6 +129,8 @@ cudaError_t launch(const Problem& problem, const Tuning& tuning, const Device& d
   void* combine_arguments[] = {&job};
   return launch_kernel(combine, rows, combine_threads(problem, cut), 0, combine_arguments, device, stream);
 }
+
+}  // namespace
 
 }  // namespace onnx_attn::decode
 

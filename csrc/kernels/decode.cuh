@@ -1,10 +1,10 @@
 // decode.cuh: attention of a few query rows over many keys, which is a matter of reading the keys and values at full speed.
 //
-// Work comes in units: a chunk of keys of one (batch entry, kv head), for all query rows that share it. A block keeps to its
-// SM and walks over its units. The loaders run ahead over the tiles of all these units and fill a ring of stages in shared
-// memory; while the computing warps read one or two of them, the others, 130 KB or more, are on their way. The preparer has the
-// queries of the next unit ready. A computing warp takes 8 or 16 query rows and 16 keys at a time and has a running softmax of its
-// own. Only the ring synchronises the warps, until they add up at the end of the unit.
+// Work comes in units: a chunk of keys of one (batch entry, kv head), for all query rows that share it. A block keeps to its SM and
+// walks over its share of the units, and then over what it is dealt. The loaders run ahead over the tiles of all these units and fill
+// a ring of stages in shared memory; while the computing warps read one or two of them, the others, 130 KB or more, are on their way.
+// The preparer has the queries of the next unit ready. A computing warp takes 8 or 16 query rows and 16 keys at a time and has a
+// running softmax of its own. Only the ring synchronises the warps, until they add up at the end of the unit.
 //
 // Every microsecond in which the computing warps do something else than read tiles lets the ring run full and the memory idle, so
 // they are left nothing else. 32 sequences of 4096 keys are read at 0.95 of the speed of a plain read, and at 0.97 without the
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) decode_kernel(const __grid_c
       device::barrier_init(shared_address(&control.written[i]), 1);
     }
     const int ticket_readers = loaders(job.copies_past);  // one fewer, and the preparer
-    for (int i = 0; i < kDealtSlots; ++i) control.dealing.init(i, 1, ticket_readers);
+    for (int i = 0; i < kTicketSlots; ++i) control.ticket_ring.init(i, 1, ticket_readers);
   }
   // Nothing in global memory may be touched before the kernel before this one has ended. Without lengths that is only when
   // the first unit has been found.

@@ -34,7 +34,7 @@ struct PreparedUnit {
   RowMask rows[kMaxBlockRows];
 };
 
-inline constexpr int kDealtSlots = 2;
+inline constexpr int kTicketSlots = 2;
 
 struct Control {
   Handover<kMaxStages> ring;
@@ -43,8 +43,8 @@ struct Control {
   float2 stats[kComputingWarps][16];  // what a warp's rows are scaled to, and their sums
   PreparedUnit prepared[kUnitSlots];
   UnitTable table;
-  Handover<kDealtSlots> dealing;  // tickets from the first loader to the others and the preparer
-  int tickets[kDealtSlots];
+  Handover<kTicketSlots> ticket_ring;  // from the first loader to the others and the preparer
+  int tickets[kTicketSlots];
   Unit shared_lines[2];  // the last unit in each line of which the block has a part: only its first and last can be such
   int shared_line_count;
   int blocks_before[2];  // that had stored their parts of these
@@ -96,18 +96,18 @@ class Dealer {
     int ticket = 0;
     if (takes_tickets_) {
       ticket = __shfl_sync(~0u, ticket_, 0);
-      place_.wait_empty(control_.dealing);
+      place_.wait_empty(control_.ticket_ring);
       if (lane_index() == 0) {
         control_.tickets[slot] = ticket;
         if (ticket == walk.last_ticket()) *tickets_ = 0;
       }
-      arrive_as_warp(control_.dealing.full[slot]);
+      arrive_as_warp(control_.ticket_ring.full[slot]);
     } else {
-      place_.wait_full(control_.dealing);
+      place_.wait_full(control_.ticket_ring);
       ticket = control_.tickets[slot];
-      arrive_as_warp(control_.dealing.empty[slot]);
+      arrive_as_warp(control_.ticket_ring.empty[slot]);
     }
-    place_.advance(kDealtSlots);
+    place_.advance(kTicketSlots);
     return walk.start_dealt(ticket);
   }
 

@@ -1,8 +1,6 @@
 // decode_launch.h: between decode.cu, which launches, and the files that hold the kernels of one head size each.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include "decode_limits.h"
 
 namespace onnx_attn::decode {
@@ -11,8 +9,5 @@ namespace onnx_attn::decode {
 const void* kernel_64(DType dtype, int tile_rows);
 const void* kernel_128(DType dtype, int tile_rows);
 const void* kernel_256(DType dtype);  // 8 rows
-
-// Runs the decode kernel and, where a row has several chunks, the combine kernel.
-cudaError_t launch(const Problem& problem, const Tuning& tuning, const Device& device, void* workspace, cudaStream_t stream);
 
 }  // namespace onnx_attn::decode

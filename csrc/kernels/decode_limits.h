@@ -56,7 +56,7 @@ ONNX_ATTN_HOST_DEVICE EntryKeys entry_keys(const Problem& problem, int chunk_shi
   return keys;
 }
 
-// How the list of chunks is shared out.
+// How much of the list of chunks a block takes at a time.
 struct Dealing {
   int quota = 0;  // chunks with which a block begins; 0: the device chooses
   int grain = 0;  // chunks that are dealt out at a time to blocks that are done with theirs, whole lines; 0: none
@@ -71,13 +71,14 @@ ONNX_ATTN_HOST_DEVICE int choose_quota(int chunks, int longest_line, int blocks)
 }
 
 // The memory does not serve all multiprocessors alike: of equal shares, some blocks are done in 0.82 of the time that others take. Where
-// lines are many, a quarter or more of them are dealt out, one by one. Parts of lines are not: they would have to be counted and added up,
-// which cost more than it gained (32, 32/8, 4096: 125.6 us to 130 with single chunks dealt out; H200, 2026-12).
+// lines are many, a quarter or more of them are dealt out, one by one. Parts of lines are not: counting and adding them up cost more
+// than dealing gained (H200, 2026-12).
 ONNX_ATTN_HOST_DEVICE Dealing choose_dealing(int chunks, int line, int blocks, bool may_deal) {
   constexpr int kFewestLines = 4;  // of a block
   const int lines = chunks / line / blocks;
-  if (lines >= kFewestLines)
+  if (lines >= kFewestLines) {
     return may_deal ? Dealing{lines * 3 / 4 * line, line} : Dealing{(chunks / line + blocks - 1) / blocks * line, 0};
+  }
   return {choose_quota(chunks, line, blocks), 0};
 }
 
@@ -104,7 +105,7 @@ constexpr bool may_add_up(int rows, int compiled_head_size) {
 
 Partition partition(const Problem& problem, const Tuning& tuning);
 
-// How the list of chunks is shared out. With lengths only the device knows what each block takes.
+// How a launch shares out the list of chunks. With lengths only the device knows what each block takes.
 struct Shares {
   int64_t chunks = 0;  // of the list; with lengths, of the capacity
   Dealing dealing;

@@ -31,17 +31,26 @@ struct HeldStages {
   }
 };
 
+// Row `row` of a unit's kv head among [batch, q_heads, q_len].
+__device__ __forceinline__ int result_row_of(const Job& job, const Unit& unit, int row) {
+  return (unit.batch * static_cast<int>(job.problem.kv_heads) + unit.kv_head) * job.cut.rows + row;
+}
+// Where its first chunk has its place among the partial results.
+__device__ __forceinline__ int64_t first_part_of(const Job& job, const Unit& unit, int result_row) {
+  return int64_t{result_row} * job.cut.chunks + unit.chunk - unit.ordinal;
+}
+
 // A unit's result for four columns of a row: an output, or a part of one that will be added up, here or by the combine kernel.
 template <class Element, bool kMayAddUp>
 __device__ __forceinline__ void store_unit_result(const Job& job, const Unit& unit, int row, int column, const Partial& result,
                                                   RowSum<kMayAddUp>& sum) {
-  const int result_row = (unit.batch * static_cast<int>(job.problem.kv_heads) + unit.kv_head) * job.cut.rows + row;
+  const int result_row = result_row_of(job, unit, row);
   if (unit.entry_chunks == 1) {
     store_result(job.problem, output_row<Element>(job.problem, result_row), result_row, column, result);
     return;
   }
   const int quads = static_cast<int>(job.problem.v_head_size) / 4;
-  const int64_t first_part = int64_t{result_row} * job.cut.chunks + unit.chunk - unit.ordinal;
+  const int64_t first_part = first_part_of(job, unit, result_row);
   if constexpr (kMayAddUp) {
     const int eight = unit.first_of_eight();
     if (job.adds_up && eight >= unit.run_begin) {
@@ -161,8 +170,8 @@ __device__ __forceinline__ void add_up_shared_lines(const Job& job, const Role& 
     const int first_row = unit.row_block * block_rows, rows = min(block_rows, job.cut.rows - first_row);
     for (int index = threadIdx.x; index < rows * quads; index += 32 * kComputingWarps) {
       const int column = index % quads * 4;
-      const int row = (unit.batch * static_cast<int>(job.problem.kv_heads) + unit.kv_head) * job.cut.rows + first_row + index / quads;
-      const int64_t first_part = int64_t{row} * job.cut.chunks + unit.chunk - unit.ordinal;
+      const int row = result_row_of(job, unit, first_row) + index / quads;
+      const int64_t first_part = first_part_of(job, unit, row);
       store_result(job.problem, output_row<Element>(job.problem, row), row, column, job.partials.line_sum(unit, first_part, quads, column));
     }
   }
