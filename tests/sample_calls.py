@@ -20,40 +20,36 @@ def samples(device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str
         calls[name] = (op, inputs | attributes)
 
     features: dict[str, dict[str, Any]] = {
-        "bhsd": {"mask": "bool"},
-        "bshd": {"mask": "same", "mask_axes": "h1k"},
-        "3d": {"v_head_size": 8},
-        "loose": {"lengths": "full"},
+        "bhsd": {"layout": "bhsd", "mask": "bool"},
+        "bshd": {"layout": "bshd", "mask": "same", "mask_axes": "h1k"},
+        "3d": {"layout": "3d", "v_head_size": 8},
+        "loose": {"layout": "loose", "lengths": "full"},
         "last axis strided": {"layout": "bhsd"},
         "one head": {"layout": "bshd", "q_heads": 1, "kv_heads": 1},
         "one row": {"layout": "bshd", "q_len": 1},
     }
-    for layout, extra in features.items():
-        case = (
-            Case(**{"dtype": dtype, "layout": layout} | extra)
-            if layout in ("bhsd", "bshd", "3d", "loose")
-            else Case(**{"dtype": dtype} | extra)
-        )
+    for feature, extra in features.items():
+        case = Case(dtype=dtype, **extra)
         past = Case(**vars(case) | {"past": 4, "lengths": None})
         inputs, with_past = make_inputs(case, device), make_inputs(past, device)
-        if layout == "last axis strided":
+        if feature == "last axis strided":
             for tensors in (inputs, with_past):
                 tensors["Q"] = torch.stack([tensors["Q"], tensors["Q"]], -1)[..., 0].transpose(1, 2).contiguous().transpose(1, 2)
                 tensors["Q"] = torch.stack([tensors["Q"], tensors["Q"]], -1)[..., 0]
         inputs = {name: x.nan_to_num() if x.is_floating_point() and name != "attn_mask" else x for name, x in inputs.items()}
         attributes = case.attributes()
-        add(f"attention {layout}", ops.attention.default, inputs, **attributes, is_causal=True)
-        add(f"attention.qk {layout}", ops.attention.qk, inputs, **attributes, qk_matmul_output_mode=1, softcap=2.0)
-        add(f"attention.lse {layout}", ops.attention.lse, inputs, **attributes, return_lse=True)
-        add(f"attention.kv {layout}", ops.attention.kv, with_past, **attributes)
-        add(f"attention.kv_qk {layout}", ops.attention.kv_qk, with_past, **attributes, qk_matmul_output_mode=3)
+        add(f"attention {feature}", ops.attention.default, inputs, **attributes, is_causal=True)
+        add(f"attention.qk {feature}", ops.attention.qk, inputs, **attributes, qk_matmul_output_mode=1, softcap=2.0)
+        add(f"attention.lse {feature}", ops.attention.lse, inputs, **attributes, return_lse=True)
+        add(f"attention.kv {feature}", ops.attention.kv, with_past, **attributes)
+        add(f"attention.kv_qk {feature}", ops.attention.kv_qk, with_past, **attributes, qk_matmul_output_mode=3)
         caches = {
             "key_cache": torch.zeros(2, case.kv_heads, 20, 16),
             "value_cache": torch.zeros(2, case.kv_heads, 20, case.v_head_size or 16),
         }
         caches = {name: x.to(device, dtype) for name, x in caches.items()}
         cached = {name: inputs[name] for name in "QKV"} | caches | {"cache_lengths": torch.tensor([3, 0], device=device)}
-        add(f"attention_cached {layout}", ops.attention_cached.default, cached, **attributes, is_causal=True)
+        add(f"attention_cached {feature}", ops.attention_cached.default, cached, **attributes, is_causal=True)
 
     mha_dtype = torch.float32 if dtype == torch.float64 else dtype
     for layout in ("bsnh", "bnsh", "packed_kv", "packed_qkv"):

@@ -10,18 +10,12 @@ import pytest
 import torch
 from sample_calls import samples
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from ways import Through, trace
 
 from torch_onnx_attn import explain
 from torch_onnx_attn.autograd import OPERATORS
 
 ops = torch.ops.onnx_attn
-
-
-class Through(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def plain(op: Any, arguments: dict[str, Any]) -> Any:
@@ -34,12 +28,6 @@ def inside(context: Callable[[], Any]) -> Callable[[Any, dict[str, Any]], Any]:
             return op(**arguments)
 
     return make
-
-
-def trace(op: Any, arguments: dict[str, Any]) -> Any:
-    mode = FakeTensorMode()
-    with mode:
-        return op(**{name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in arguments.items()})
 
 
 WAYS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {

@@ -25,7 +25,7 @@ from test_errors import (
 )
 from test_errors_mha import BNSH, MHA, MHA_PAST, PACKED_KV, PACKED_QKV, SHARED, separate, shared, with_past
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from ways import trace
 
 ops = torch.ops.onnx_attn
 OF_VALUES = {  # what lengths and indices hold
@@ -73,25 +73,16 @@ CASES = [
 
 @pytest.mark.parametrize(("op", "legal", "refusal"), CASES)
 def test_refused(op: Callable[..., Any], legal: Callable[[], dict[str, Any]], refusal: Refusal) -> None:
-    mode = FakeTensorMode()
-
-    def traced(arguments: dict[str, Any]) -> Any:
-        with mode:
-            return op(**{name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in arguments.items()})
-
-    traced(legal())
+    trace(op, legal())
     arguments = legal()
     for name, value in refusal.change.items():
         arguments[name] = value(arguments[name]) if callable(value) and not isinstance(value, Tensor) else value
     given = {name: value for name, value in arguments.items() if value is not None}
     with pytest.raises(RuntimeError, match=rf"^{re.escape(refusal.argument)}[,:]"):
-        traced(given)
+        trace(op, given)
 
 
 @pytest.mark.parametrize("columns", [1, 5, 12])
 def test_masks_of_a_shared_buffer_may_be_as_narrow_as_what_is_filled(columns: int) -> None:
     inputs = shared() | {"key_padding_mask": zeros(2, columns, dtype=torch.int32), "attention_bias": zeros(1, 2, 1, columns)}
-    mode = FakeTensorMode()
-    with mode:
-        output = ops.mha.shared(**{name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in inputs.items()})
-    assert output.shape == (2, 1, 16)
+    assert trace(ops.mha.shared, inputs).shape == (2, 1, 16)

@@ -12,7 +12,7 @@ from refusals import zeros
 from test_errors import cached
 from test_errors_mha import shared
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from ways import trace
 
 ops = torch.ops.onnx_attn
 
@@ -31,12 +31,6 @@ WRITTEN = [(call, name) for call, (_, _, names) in CALLS.items() for name in nam
 
 def run(op: Any, arguments: dict[str, Any]) -> None:
     op(**arguments)
-
-
-def trace(op: Any, arguments: dict[str, Any]) -> None:
-    mode = FakeTensorMode()
-    with mode:
-        op(**{name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in arguments.items()})
 
 
 BOTH = pytest.mark.parametrize("make", [run, trace])
@@ -176,9 +170,10 @@ def test_what_lies_right_behind_is_elsewhere(make: Callable[..., None]) -> None:
 
 @BOTH
 def test_a_pair_of_caches_lies_apart(make: Callable[..., None]) -> None:
-    pair = zeros(2, 2, 2, 10, 8)
-    with pytest.raises(RuntimeError, match=r"^value_cache: overlaps key_cache"):
-        make(ops.attention_cached.default, cached() | {"key_cache": pair[:, 0], "value_cache": pair[:, 1]})
+    whole, pair = zeros(2, 2, 20, 8), zeros(2, 2, 2, 10, 8)
+    for keys, values in ((whole[:, :, :10], whole[:, :, 5:15]), (pair[:, 0], pair[:, 1]), (pair[0], pair[0])):
+        with pytest.raises(RuntimeError, match=r"^value_cache: overlaps key_cache"):
+            make(ops.attention_cached.default, cached() | {"key_cache": keys, "value_cache": values})
+    arguments = shared()
     with pytest.raises(RuntimeError, match=r"^past_value: overlaps past_key"):
-        arguments = shared()
         make(ops.mha.shared, arguments | {"past_value": arguments["past_key"]})

@@ -105,22 +105,7 @@ def test_a_meta_update_of_a_real_cache_is_refused() -> None:
         ops.tensor_scatter_(torch.zeros(1, 4, 2), torch.zeros(1, 1, 2, device="meta"))
 
 
-# ------------------------------------------------------------------------------------------------ shared memory and autograd
-
-
-def test_an_update_that_overlaps_its_cache_is_refused() -> None:
-    cache = torch.arange(32.0).view(1, 8, 4)
-    before = cache.clone()
-    with pytest.raises(RuntimeError, match=r"^update: overlaps cache"):
-        ops.tensor_scatter_(cache, cache[:, :4], torch.tensor([2]))
-    assert torch.equal(cache, before)
-
-
-def test_queries_that_lie_in_the_cache_are_refused() -> None:
-    caches = torch.zeros(1, 2, 6, 4), torch.zeros(1, 2, 6, 4)
-    _, K, V = qkv(1)
-    with pytest.raises(RuntimeError, match=r"^Q: overlaps key_cache"):
-        ops.attention_cached(caches[0][:, :, :1], K, V, *caches, torch.tensor([0]))
+# ------------------------------------------------------------------------------------------------ autograd
 
 
 def test_a_write_is_noticed_by_a_backward_pass_that_saved_the_cache() -> None:

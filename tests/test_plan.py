@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from ways import Through
 
 import torch_onnx_attn
 from torch_onnx_attn import CPU, H200, Machine, explain, kernel
@@ -111,11 +111,6 @@ def test_nothing_is_written():
     with pytest.raises(RuntimeError, match="no attention call"):
         explain(torch_onnx_attn.tensor_scatter_, explained_scatter, torch.ones(2, 1), axis=1)
     assert not explained_scatter.any()
-
-
-class Through(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("context", [contextlib.nullcontext, Through])

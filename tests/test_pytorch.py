@@ -9,7 +9,7 @@ import torch
 from cases import Case, MhaCase, assert_same_bits, make_inputs, make_mha_inputs
 from sample_calls import NAMES, Call, clone_like, run, samples
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from ways import trace
 
 import torch_onnx_attn
 
@@ -42,9 +42,7 @@ def test_fake_outputs_are_the_real_ones(name: str, dtype: torch.dtype, device: s
     """Sizes, strides, types and devices."""
     op, arguments = samples(device, dtype)[name]
     real, _ = run((op, arguments))
-    with FakeTensorMode() as mode:
-        fake_arguments = {key: mode.from_tensor(x) if isinstance(x, Tensor) else x for key, x in arguments.items()}
-        result = op(**fake_arguments)
+    result = trace(op, arguments)
     fake = [result] if isinstance(result, Tensor) else list(result or ())
     described = [[(tuple(x.shape), x.stride(), x.dtype, x.device) for x in outputs] for outputs in (fake, real)]
     assert described[0] == described[1]
@@ -55,10 +53,8 @@ def test_fake_outputs_are_the_real_ones(name: str, dtype: torch.dtype, device: s
 def test_fake_strides_of_empty_outputs(sizes: dict[str, int], layout: str) -> None:
     case = Case(layout=layout, past=0, **sizes)
     inputs = make_inputs(case)
-    real = ops.attention.kv_qk(**inputs, **case.attributes(), qk_matmul_output_mode=0)
-    with FakeTensorMode() as mode:
-        fake_inputs = {name: mode.from_tensor(x) for name, x in inputs.items()}
-        fake = ops.attention.kv_qk(**fake_inputs, **case.attributes(), qk_matmul_output_mode=0)
+    arguments = inputs | case.attributes() | {"qk_matmul_output_mode": 0}
+    real, fake = ops.attention.kv_qk(**arguments), trace(ops.attention.kv_qk, arguments)
     assert [(x.shape, x.stride()) for x in fake] == [(x.shape, x.stride()) for x in real]
 
 
