@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-NAME = "_ZN9onnx_attn7forwardI6__halfNS0_9TileShapeILi256ELi256ELi{keys}ELi2ELb{hold}ELb0EEELNS0_9ScoreWorkE0EEEvNS0_13ForwardParamsE"
+NAME = "_ZN9onnx_attn7forwardI6__halfNS0_9TileShapeILi256ELi256ELi{keys}ELi2ELb{hold}ELb0ELb0EEELNS0_9ScoreWorkE0EEEvNS0_13ForwardParamsE"
 PRODUCT = ("HGMMA.64x80x16.F32", " R24, gdesc[UR16], R24")
 ONE_LEFT, NONE_LEFT = ("WARPGROUP.DEPBAR.LE", " gsb0, 0x1 "), ("WARPGROUP.DEPBAR.LE", " gsb0, 0x0 ")
 EXPONENTIAL = ("MUFU.EX2", " R0, R0")
@@ -47,6 +47,12 @@ def test_short_kernels(tool: ModuleType) -> None:
         "forward_short 64, key row 1: LDL in local memory",
         "forward_short 64, key row 1: no warpgroup product",
     ]
+
+
+def test_passes_for_scores(tool: ModuleType) -> None:
+    name = "_ZN9onnx_attn19forward_sm90_kernel10score_passI6__halfNS0_14ScorePassShapeILi64EEELNS0_9ScoreWorkE1ELb1EEEvNS0_13ForwardParamsE"
+    assert tool.check_function(name, [PRODUCT, NONE_LEFT]) == []
+    assert tool.check_function(name, [EXPONENTIAL]) == ["score_pass 64, score work 1, weights 1: no warpgroup product"]
 
 
 def test_log(tool: ModuleType, tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
     python tools/check_kernels.py [build folder]
 
-Fails on spills, stack frames and serialised wgmma (C75xx) in the logs; and in the machine code of the forward_sm90 and forward_short
-kernels where there is no wgmma, where registers live in local memory, or where exponentials that should run beside a product come after it.
+Fails on spills, stack frames and serialised wgmma (C75xx) in the logs; and in the machine code of the forward_sm90, forward_short and
+score_pass kernels where there is no wgmma, where registers live in local memory, or where exponentials that should run beside a
+product come after it.
 Prints one line for each source. The machine code is read with cuobjdump and nvdisasm of a CUDA toolkit, or of the packages
 nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm; without them it is a failure, unless there is no Hopper kernel. Standard library only.
 """
@@ -24,9 +25,12 @@ SERIALISED = re.compile(r"C75\d\d")
 
 FUNCTION = re.compile(r"Function : (\S+)")
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)([^;]*);")
-# TileShape<head size, value size, keys, warpgroups, hold exponentials, has mask> and ScoreWork in a mangled name
-SHAPE = re.compile(r"TileShapeILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELb([01])ELb([01])E.*?ScoreWorkE(\d)")
+# In a mangled name: TileShape<head size, value size, keys, warpgroups, hold exponentials, has mask, writes scores>, ScoreWork
+SHAPE = re.compile(r"TileShapeILi(\d+)ELi(\d+)ELi(\d+)ELi(\d+)ELb([01])ELb[01]ELb([01])E.*?ScoreWorkE(\d)")
 SHORT_SHAPE = re.compile(r"forward_short_kernel.*?TileShapeILi(\d+)EEELb([01])E")  # TileShape<head size>, has a key row
+PASS_SHAPE = re.compile(r"ScorePassShapeILi(\d+)EEE.*?ScoreWorkE(\d)ELb([01])E")  # ScorePassShape<head size>, ScoreWork, makes weights
+SHAPES = SHAPE, SHORT_SHAPE, PASS_SHAPE
+HOPPER = "forward_sm90_", "forward_short_", "score_pass_"  # sources of kernels that have such names
 
 
 def check_log(log: Path) -> list[str]:
@@ -96,13 +100,15 @@ def check_opcodes(label: str, instructions: list[tuple[str, str]]) -> list[str]:
 
 def check_function(name: str, instructions: list[tuple[str, str]]) -> list[str]:
     """The faults of one Hopper forward kernel."""
-    shape = SHAPE.search(name)
     if short := SHORT_SHAPE.search(name):
         return check_opcodes(f"forward_short {short.group(1)}, key row {short.group(2)}", instructions)
+    if second := PASS_SHAPE.search(name):
+        return check_opcodes(f"score_pass {second.group(1)}, score work {second.group(2)}, weights {second.group(3)}", instructions)
+    shape = SHAPE.search(name)
     if not shape:
         return []
-    head_size, value_size, keys, warpgroups, holds, _, work = map(int, shape.groups())
-    label = f"forward_sm90 {head_size}/{value_size}, {warpgroups * 64}x{keys}, score work {work}"
+    head_size, value_size, keys, warpgroups, holds, writes, work = map(int, shape.groups())
+    label = f"forward_sm90 {head_size}/{value_size}, {warpgroups * 64}x{keys}, score work {work}{', scores' if writes else ''}"
     faults = check_opcodes(label, instructions)
     expected = keys // 2  # of a lane: 64 rows by `keys` scores over 128 lanes
     if holds and overlapped_exponentials(instructions) < expected:
@@ -117,7 +123,7 @@ def check_machine_code(objects: list[Path]) -> list[str]:
     faults = []
     for compiled in objects:
         found = functions(compiled, path or "")
-        kernels = {name: code for name, code in found.items() if SHAPE.search(name) or SHORT_SHAPE.search(name)}
+        kernels = {name: code for name, code in found.items() if any(shape.search(name) for shape in SHAPES)}
         overlapped = [overlapped_exponentials(code) for code in kernels.values()]
         products = sum(opcode.startswith("HGMMA") for code in kernels.values() for opcode, _ in code)
         print(f"{compiled.stem:28} kernels {len(kernels):4}   products {products:5}   exponentials beside them {sum(overlapped):5}")
@@ -134,7 +140,7 @@ def main() -> int:
         print(f"no ptxas logs under {folder}: the build had no nvcc")
         return 1
     faults = [fault for log in logs for fault in check_log(log)]
-    faults += check_machine_code(sorted([*folder.glob("**/cuda/forward_sm90_*.o"), *folder.glob("**/cuda/forward_short_*.o")]))
+    faults += check_machine_code([path for path in sorted(folder.glob("**/cuda/*.o")) if path.stem.startswith(HOPPER)])
     for fault in faults:
         print(fault)
     print(f"{len(logs)} sources, {len(faults)} faults")
