@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tools.docs import speed
 from torch_onnx_attn import H200, explain
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,3 +59,12 @@ def test_every_kernel_is_in_the_pages_about_kernels() -> None:
 def test_the_site_lists_every_page() -> None:
     listed = set(re.findall(r"[\w]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert listed - {"CONTRIBUTING.md"} == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_a_group_of_lines_comes_from_the_newest_file_that_has_it(tmp_path: Path) -> None:
+    for day, groups in {1: ("prefill", "mask"), 2: ("mask", "cache"), 3: ("cache",), 4: ()}.items():
+        lines = [{"group": group, "name": f"{group} of day {day}"} for group in groups]
+        (tmp_path / f"2026-01-0{day}.json").write_text(json.dumps({"lines": lines}))
+    runs = speed.newest_runs(list(tmp_path.iterdir()))
+    assert [run.groups for run in runs] == [("cache",), ("mask",), ("prefill",)]
+    assert [record["name"] for run in runs for record in run.records] == ["cache of day 3", "mask of day 2", "prefill of day 1"]
