@@ -55,7 +55,7 @@ PREFILL = [
     prefill("d128_2k", 8, (16, 16), (2048, 2048), 128),
     prefill("d128_2kc", 8, (16, 16), (2048, 2048), 128, True),
     prefill("d128_8k", 2, (16, 16), (8192, 8192), 128),
-    # The kernel for Ampere, Ada and Blackwell, beside the peer that has the same instructions. 350 TFLOP/s are asked.
+    # The kernel for Ampere, Ada and Blackwell, beside peers that have the same instructions.
     prefill("d128_8k_forward_sm80", 2, (16, 16), (8192, 8192), 128, kernel="forward_sm80", peers=("sdpa_flash", "sdpa_efficient")),
     prefill("d128_8kc", 2, (16, 16), (8192, 8192), 128, True),
     prefill("d128_16kc", 1, (16, 16), (16384, 16384), 128, True),
