@@ -48,11 +48,12 @@ WATCHED = (
 )
 
 
+def random(device: str, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=device).to(torch.bfloat16)
+
+
 def features(watched: Watched, q_len: int, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Arguments of attention beside Q, K and V: one call for each form of the kernels."""
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device).to(torch.bfloat16)
 
     def bools(*shape: int) -> torch.Tensor:
         return torch.rand(*shape, device=device) > 0.3
@@ -66,37 +67,34 @@ def features(watched: Watched, q_len: int, device: str) -> Iterator[tuple[str, d
     yield "softcap", {"softcap": 20.0}
     yield "key padding", {"attn_mask": (torch.arange(kv_len, device=device) < some)[:, None, None]}
     yield "key padding with gaps", {"attn_mask": bools(BATCH, 1, 1, kv_len)}
-    yield "bias of a key row", {"attn_mask": random(BATCH, 1, 1, kv_len)}
+    yield "bias of a key row", {"attn_mask": random(device, BATCH, 1, 1, kv_len)}
     yield "bool mask", {"attn_mask": bools(BATCH, 1, q_len, kv_len)}
     yield "bool mask, unaligned", {"attn_mask": bools(BATCH, 1, q_len, kv_len - 1)}
-    yield "bias", {"attn_mask": random(1, Q_HEADS, q_len, kv_len)}
-    yield "bias and softcap", {"attn_mask": random(q_len, kv_len), "softcap": 20.0}
+    yield "bias", {"attn_mask": random(device, 1, Q_HEADS, q_len, kv_len)}
+    yield "bias and softcap", {"attn_mask": random(device, q_len, kv_len), "softcap": 20.0}
 
 
 def calls(device: str = "cuda") -> Iterator[tuple[str | None, str, functools.partial[Any]]]:
     """(kernel to force, what it is, the call)."""
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device=device).to(torch.bfloat16)
-
     attention = torch.ops.onnx_attn.attention
     for watched in WATCHED:
         for (size, v_size), q_len in itertools.product(watched.head_sizes, watched.q_lens):
-            Q = random(BATCH, Q_HEADS, q_len, size)
-            K, V = (random(BATCH, KV_HEADS, watched.kv_len, width) for width in (size, v_size))
+            Q = random(device, BATCH, Q_HEADS, q_len, size)
+            K, V = (random(device, BATCH, KV_HEADS, watched.kv_len, width) for width in (size, v_size))
             for name, arguments in features(watched, q_len, device):
                 if name in watched.refused:
                     continue
                 yield watched.kernel, f"{q_len} rows, {size}/{v_size}, {name}", functools.partial(attention, Q, K, V, **arguments)
     for head_size in (64, 128, 256):
-        Q, K, V = random(BATCH, Q_HEADS, 1, head_size), random(BATCH, KV_HEADS, 1, head_size), random(BATCH, KV_HEADS, 1, head_size)
-        caches = [random(BATCH, KV_HEADS, 5000, head_size) for _ in "KV"]
+        Q, K, V = (random(device, BATCH, heads, 1, head_size) for heads in (Q_HEADS, KV_HEADS, KV_HEADS))
+        caches = [random(device, BATCH, KV_HEADS, 5000, head_size) for _ in "KV"]
         lengths = torch.tensor([1700, 4999], device=device)
         past = {"past_key": caches[0], "past_value": caches[1]}
         yield "decode", f"{head_size}, cached", functools.partial(torch.ops.onnx_attn.attention_cached, Q, K, V, *caches, lengths)
         yield "decode", f"{head_size}, past and present", functools.partial(attention.kv, Q, K, V, **past)
     for head_size, mode in itertools.product((64, 128, 256), range(4)):
-        Q, K, V = random(BATCH, Q_HEADS, 300, head_size), random(BATCH, KV_HEADS, 400, head_size), random(BATCH, KV_HEADS, 400, head_size)
+        Q = random(device, BATCH, Q_HEADS, 300, head_size)
+        K, V = (random(device, BATCH, KV_HEADS, 400, head_size) for _ in "KV")
         scores = functools.partial(attention.qk, Q, K, V, qk_matmul_output_mode=mode, is_causal=mode % 2)
         yield None, f"{head_size}, scores of mode {mode}", scores
 

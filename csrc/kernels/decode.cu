@@ -108,17 +108,17 @@ cudaError_t launch(const Problem& problem, const Tuning& tuning, const Device& d
   const bool adds_up = may_add_up(cut.rows, compiled_head_size(problem)), deals = shares.dealing.grain > 0;
   // Blocks that do not add up would have parts of several lines to count where they take several chunks.
   const bool counts_parts = shares.makes_parts && (adds_up || shares.chunks <= shares.blocks);
-  int* counters = nullptr;
+  int* counted = nullptr;  // null: no counters are needed, or none are left
   if (counts_parts || deals) {
     static CounterPool pool;
-    if (error = pool.take(deals ? 1 : shares.blocks, stream, &counters); error != cudaSuccess) return error;
-    if (deals && !counters) shares = share_out(problem, cut, tuning, false);
+    if (error = pool.take(deals ? 1 : shares.blocks, stream, &counted); error != cudaSuccess) return error;
+    if (deals && !counted) shares = share_out(problem, cut, tuning, false);
   }
   Job job{problem, ScoreRule(problem), cut, shares.dealing, adds_up, mask_layout(problem, cut), tuning.stages, copies_past(problem), {}};
   const int64_t rows = problem.batch * problem.q_heads * problem.q_len;
   job.partials.outputs = static_cast<float4*>(workspace);
   job.partials.stats = reinterpret_cast<float2*>(job.partials.outputs + rows * job.cut.chunks * (problem.v_head_size / 4));
-  (deals ? job.tickets : job.part_counts) = counters;
+  (deals ? job.tickets : job.part_counts) = counted;
   if (shares.makes_parts && !job.part_counts) job.adds_up = false;  // the combine kernel knows chunks only
   void* arguments[] = {&job};
   error = launch_kernel(kernel, shares.blocks, kBlockThreads, shared_bytes(problem, tuning), arguments, device, stream);
